@@ -209,4 +209,4 @@ def test_commands_keep_their_promises_under_faults():
 
 @pytest.mark.nightly
 def test_commands_keep_their_promises_under_many_faults():
-    promises(1000, 40)
+    promises(600, 40)

@@ -16,7 +16,8 @@ from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import RingReader, RingWriter
-from vllm_tide.transport.rendezvous import write_manifest
+from vllm_tide.transport.purge import announce_trainer
+from vllm_tide.transport.rendezvous import lasting_folder, write_manifest
 from vllm_tide.transport.ring import Collect
 
 
@@ -162,4 +163,11 @@ def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, caps
     assert main(["pause", "--run-dir", str(run_dir)]) == 2
     assert "no trainer is running" not in (said := capsys.readouterr().err)
     assert f"trainer {os.getpid()} has no socket" in said
+    # Nor one whose run directory has just vanished.
+    (path,) = announce_trainer([lasting_folder(run_dir, *state or [None])])
+    shutil.rmtree(run_dir)
+    announce(run_dir, state)
+    assert main(["pause", "--run-dir", str(run_dir)]) == 2
     assert not Switch(run_dir, PAUSED, *state).on
+    path.unlink()
+    assert main(["pause", "--run-dir", str(run_dir)]) == 0

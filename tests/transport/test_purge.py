@@ -166,8 +166,10 @@ def test_a_trainer_is_found_after_its_run_directory_and_its_engine_are_gone(tmp_
     assert path.stat().st_mode & 0o777 == 0o600
     assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
     assert purge.live_keepers(tmp_path / "another", state_dir) == set()
-    dead = folder / "trainer-1-1.json"
-    dead.write_text(json.dumps(json.loads(path.read_text()) | {"start": 1}))
+    path.write_text("")  # its name says all
+    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    dead = folder / f"trainer-1-1-{TRAINER.namespace}"
+    dead.touch()
     assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
     purge.announce_trainer([folder, tmp_path / "state" / "x"])
     assert sorted(folder.iterdir()) == [path]

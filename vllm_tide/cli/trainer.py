@@ -160,7 +160,7 @@ def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
     try:
         return _ask_trainers(run_dir, args, _outcome)
     except NoTrainer as error:
-        _require_engines_alone(run_dir, error)
+        _require_engines_alone(args, run_dir, error)
     from vllm_tide.deploy.rollback import roll_back
     from vllm_tide.draft.config import DraftError
 
@@ -183,7 +183,7 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     try:
         return _ask_trainers(run_dir, args, _outcome)
     except NoTrainer as error:
-        _require_engines_alone(run_dir, error)
+        _require_engines_alone(args, run_dir, error)
     switch = Switch(run_dir, PAUSED, *_state_dirs(args, run_dir))
     was, on = switch.on, args.command == "pause"
     why = switch.set(on)
@@ -192,9 +192,12 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     return EXIT_REFUSED if why else 0
 
 
-def _require_engines_alone(run_dir: Path, error: NoTrainer) -> None:
+def _require_engines_alone(
+    args: argparse.Namespace, run_dir: Path, error: NoTrainer
+) -> None:
     """Raise where a trainer lives all the same, and `error` without an engine."""
-    for keeper in sorted(purge.live_keepers(run_dir)):
+    kept = _state_dirs(args, run_dir)
+    for keeper in sorted(purge.live_keepers(run_dir, *kept)):
         if keeper.kind == "trainer":
             raise TransportError(
                 f"{keeper} has no socket in {run_dir} now and makes it anew within a "

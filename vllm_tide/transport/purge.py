@@ -6,8 +6,9 @@ the run directory (0700), written atomically, mode 0600::
     purge-<id>.json            {"tenant": hex or null, "asked_unix_s": s}
     purged-<id>-<keeper>.json  {"kind", "pid", "start", "namespace", "counts": {...}}
     relay-<engine>-<pid>.json  {"pid", "start", "namespace", "updated_unix"}
-    trainer-<engine>.json      the same and more (`TrainerStatus`); the least of it, as
-                               trainer-<pid>-<start>.json, in the `lasting_folder`
+    trainer-<engine>.json      the same and more (`TrainerStatus`)
+
+A trainer is named in the `lasting_folder` as well, trainer-<pid>-<start>-<namespace>.
 
 A request names a tenant by id, never by name. It stays until the one who asked has all
 answers; one that nobody waits for any more serves the next keeper that starts, whose
@@ -24,7 +25,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,20 +195,24 @@ def announce_trainer(folders: Iterable[Path]) -> list[Path]:
     Returns:
         The files, to be removed at the end.
     """
-    me = Holder.me()
-    content = {**me._asdict(), "state": "starting", "updated_unix": time.time()}
+    name = "trainer-{}-{}-{}".format(*Holder.me())
     paths = []
     for folder in folders:
-        for path in folder.glob("trainer-*.json"):
-            with contextlib.suppress(*_UNREADABLE):
-                left = _keeper("trainer", json.loads(read_small(path)))
-                if left.holder.alive() is False:
-                    path.unlink()
         with contextlib.suppress(OSError):
             make_private(folder)
-        paths.append(folder / f"trainer-{me.pid}-{me.start}.json")
-        _write(paths[-1], content, "write")
+            for path, left in _announced(folder):
+                if left.holder.alive() is False:
+                    path.unlink()
+        paths.append(folder / name)
+        _write(paths[-1], {}, "write")
     return paths
+
+
+def _announced(folder: Path) -> Iterator[tuple[Path, Keeper]]:
+    for path in folder.glob("trainer-*"):
+        with contextlib.suppress(ValueError):
+            pid, start, namespace = map(int, path.name.split("-")[1:])
+            yield path, Keeper("trainer", pid, start, namespace)
 
 
 def live_keepers(run_dir: Path, *state_dirs: str | None) -> set[Keeper]:
@@ -223,7 +228,8 @@ def live_keepers(run_dir: Path, *state_dirs: str | None) -> set[Keeper]:
     """
     found = set(live_trainers(run_dir))
     for each in state_dirs:
-        found |= set(live_trainers(lasting_folder(run_dir, each)))
+        announced = _announced(lasting_folder(run_dir, each))
+        found |= {keeper for _, keeper in announced if keeper.holder.alive()}
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
