@@ -2,6 +2,7 @@
 
 import enum
 import math
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -47,8 +48,8 @@ def reporting(stats):
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
     tide._losses = Counter()
-    tide._reported = tide._sent_staged = tide._tried = 0
-    tide._unannounced, tide._draft_since, tide._group = False, 0.0, None
+    tide._reported = tide._sent_staged = 0
+    tide._draft_since, tide._group = 0.0, None
     tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)
     tide._leader = True
     runner = SimpleNamespace(use_async_scheduling=True)
@@ -69,6 +70,37 @@ def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
     tide = reporting(fails)
     tide.on_sampled(output, None, None, None)
     assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0
+
+
+def test_a_report_asks_nothing_of_the_run_directory():
+    """Its file system may stall, and the model's thread makes the report."""
+    threads = []
+    tide = reporting(dict)
+
+    def exists():
+        threads.append(threading.current_thread())
+        return True
+
+    tide._manifest = SimpleNamespace(exists=exists)
+    assert tide._report() is not None
+    assert threads == []
+
+
+def test_an_engine_that_ends_meanwhile_is_not_announced_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_tide.engine.worker.RETRY_SECONDS", 0.0)
+    tide = reporting(dict)
+    tide._run_dir, tide._engine_id = tmp_path, "e1"
+    tide._trainer, tide._not_announced = None, ""
+    tide._stop = threading.Event()
+    manifest = tmp_path / "engine-e1.json"
+
+    def announce():
+        tide.close()  # while the file system made it wait
+        manifest.write_text("{}")
+
+    monkeypatch.setattr(tide, "_announce", announce)
+    tide._keep_announced()
+    assert not manifest.exists()
 
 
 @pytest.mark.parametrize(("asked", "entries"), [(64, 64), (100, 100), (1024, 100)])

@@ -186,6 +186,7 @@ def test_a_worker_that_stops_leaves_no_text_behind_while_it_waits(
     tide = object.__new__(WorkerTide)
     tide._leader, tide._run_dir, tide._engine_id = True, tmp_path, "e1"
     tide.capture = tide.swapper = None
+    tide._stop = threading.Event()
     ring = tide._ring = RingWriter.create(make_spec(), 1 << 16)
     segment = tide._segment = WeightsSegment.create(1 << 16)
     manifest = tmp_path / "engine-e1.json"

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -56,7 +57,7 @@ which float16 has not."""
 
 REPORT_SECONDS = 0.5
 RETRY_SECONDS = 2.0
-"""Between two attempts to announce the engine (s)."""
+"""Between two looks for the engine's manifest (s)."""
 
 
 def make_worker(worker: Any) -> WorkerTide[Any] | None:
@@ -117,9 +118,9 @@ class WorkerTide(Generic[C]):
         self._ring: RingWriter | None = None
         self._segment: WeightsSegment | None = None
         self._trainer: TrainerProcess | None = None
-        self._reported = self._tried = 0.0
+        self._reported = 0.0
         self._sent_staged = 0
-        self._unannounced, self._not_announced = False, ""
+        self._stop, self._not_announced = Event(), ""
         self._collecting = True
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
@@ -136,8 +137,10 @@ class WorkerTide(Generic[C]):
         if config.control.policy != "static" or config.test_time.memory != "off":
             self._open_control(worker)
         if room:
-            self._unannounced = True
-            self._announce_again(time.monotonic())
+            self._announce_if_missing()
+            Thread(
+                target=self._keep_announced, name="vllm-tide-announce", daemon=True
+            ).start()
             say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
@@ -169,6 +172,7 @@ class WorkerTide(Generic[C]):
 
         Names go first: vLLM kills a worker that waits, and users' text would stay.
         """
+        self._stop.set()
         if self.capture is not None:
             self._closing.set()
             self._guard.always("close", self.capture.close)
@@ -285,16 +289,21 @@ class WorkerTide(Generic[C]):
                     segment.name,
                 )
 
-    def _announce_again(self, now: float) -> None:
-        """Announce the engine where that failed, or its manifest vanished."""
-        removed = self._manifest is not None and not self._manifest.exists()
-        self._unannounced = self._unannounced or removed
-        if not self._unannounced or now - self._tried < RETRY_SECONDS:
-            return
-        self._tried = now
+    def _keep_announced(self) -> None:
+        """Announce the engine again where that failed, or its manifest vanished.
+
+        On a thread of its own: the file system may stall, a step must not.
+        """
+        while not self._stop.wait(RETRY_SECONDS):
+            self._announce_if_missing()
+
+    def _announce_if_missing(self) -> None:
         try:
+            if self._manifest is not None and self._manifest.exists():
+                return
             self._announce()
-            self._unannounced = False
+            if self._stop.is_set():  # `close` may have removed it before it was made
+                rendezvous.remove_manifest(self._run_dir, self._engine_id)
         except (TransportError, OSError) as error:
             if (why := str(error)) != self._not_announced:
                 self._not_announced = why
@@ -384,7 +393,6 @@ class WorkerTide(Generic[C]):
             return None
         self._reported, self._sent_staged = now, staged
         self._guard.run("segments", self._check_segments)
-        self._guard.run("announce", self._announce_again, now)
         report: dict[str, Any] = {
             "staged": staged,
             "faults": dict(self._faults()),
