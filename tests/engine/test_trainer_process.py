@@ -16,7 +16,7 @@ from vllm_tide.config import SpoolConfig
 from vllm_tide.engine import trainer_process
 from vllm_tide.engine.trainer_process import TrainerProcess, call_on, pause_after
 from vllm_tide.engine.worker import WorkerTide
-from vllm_tide.transport.ring import RingWriter
+from vllm_tide.transport.ring import RingReader, RingWriter
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.weights import WeightsSegment
 
@@ -36,11 +36,11 @@ def sidecar(tmp_path, monkeypatch):
     made = []
     program = tmp_path / "python"
 
-    def make(does, engine_id="e1", url=None):
+    def make(does, engine_id="e1", url=None, **more):
         program.write_text("#!/bin/sh\n" + does + "\n")
         program.chmod(0o700)
         spool = SpoolConfig(url=url)
-        made.append(TrainerProcess(engine_id, tmp_path, GROUP, spool))
+        made.append(TrainerProcess(engine_id, tmp_path, GROUP, spool, **more))
         return made[-1]
 
     monkeypatch.setattr(sys, "executable", str(program))
@@ -101,9 +101,47 @@ def test_deaths_are_counted_until_one_has_lived_long_enough(tmp_path, sidecar):
     one.start()
     until(lambda: one._deaths >= 3)
     one.close()
-    one._began = time.monotonic() - 61.0
+    deaths = one._deaths
+    for lived in (70.0, 600.0):  # who dies for memory so often is not helped by it
+        one._began = time.monotonic() - lived
+        one._failed(time.monotonic(), "ended with status -9")
+    assert one._deaths == deaths + 2
+    one._began = time.monotonic() - 1801.0
     one._failed(time.monotonic(), "ended with status 3")
     assert one._deaths == 1
+
+
+def test_who_hangs_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
+    monkeypatch.setattr(trainer_process, "HUNG_S", 0.5)
+    silent = threading.Event()
+    one = sidecar(LIVES, reads=lambda: not silent.is_set())
+    one.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    time.sleep(1.5)  # it shows life
+    assert len(started(tmp_path)) == 1
+    os.kill(started(tmp_path)[0], signal.SIGSTOP)  # SIGTERM would wait
+    silent.set()
+    until(lambda: len(started(tmp_path)) == 2)
+    silent.clear()
+    assert one._deaths == 1
+
+
+def test_who_hangs_shows_where_before_it_is_killed(tmp_path, sidecar, monkeypatch):
+    monkeypatch.setattr(trainer_process, "HUNG_S", 0.2)
+    tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
+    one = sidecar(tells, reads=lambda: False)
+    one.start()
+    until(lambda: one._deaths)
+    assert (tmp_path / "trainer-e1.log").read_text() == "here\n"
+
+
+def test_a_relay_may_upload_models_for_longer(tmp_path, sidecar, monkeypatch):
+    monkeypatch.setattr(trainer_process, "HUNG_S", 0.1)
+    one = sidecar(LIVES, url="/spool", reads=lambda: False)
+    one.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    time.sleep(1.0)
+    assert not one._deaths
 
 
 def test_engines_of_a_group_have_one_trainer_and_each_its_relay(tmp_path, sidecar):
@@ -167,6 +205,20 @@ def test_a_server_cannot_be_ended_by_a_child_that_cannot_start(
     one.start()
     until(lambda: one._deaths >= 2)
     one.close()
+
+
+def test_a_trainer_shows_life_in_the_ring_that_it_reads(tmp_path):
+    tide = object.__new__(WorkerTide)
+    tide._ring = None
+    assert tide._trainer_reads()
+    ring = tide._ring = RingWriter.create(make_spec(), 1 << 16)
+    assert not tide._trainer_reads()
+    reader = RingReader.attach(ring.name)
+    assert tide._trainer_reads()
+    ring.unlink()  # another engine of its group may be all that it can read
+    reader.close()
+    assert tide._trainer_reads()
+    ring.close()
 
 
 STUBBORN = """

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +34,9 @@ _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 _STOP_SECONDS = 10
 POLL_S = 1.0
 LOG_BYTES = 4 << 20
-GOOD_LIFE_S = 60.0
+HUNG_S = 600.0
+"""A trainer that shows no life for so long (s) is killed: it loads models in less."""
+GOOD_LIFE_S = 1800.0
 """The death of one that lived so long (s) is the first of a row."""
 
 
@@ -49,10 +52,16 @@ class TrainerProcess:
         run_dir: Where its manifest is; the child's log goes there too.
         group: Engines with the same one have one trainer (`group_of`).
         spool: `tide.spool`; the child, `process`, is a relay when it has a URL.
+        reads: Whether a trainer shows life.
     """
 
     def __init__(
-        self, engine_id: str, run_dir: Path, group: str, spool: SpoolConfig
+        self,
+        engine_id: str,
+        run_dir: Path,
+        group: str,
+        spool: SpoolConfig,
+        reads: Callable[[], bool] = lambda: True,
     ) -> None:
         self._kind = "train" if spool.url is None else "relay"
         self._name = "trainer" if spool.url is None else "relay"
@@ -64,7 +73,8 @@ class TrainerProcess:
         self._stop, self._asked = Event(), False
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
         self._cores = os.sched_getaffinity(0)
-        self._deaths = 0
+        self._deaths = self._silent = 0
+        self._reads = reads
         self._began = self._next = 0.0
 
     @staticmethod
@@ -93,6 +103,7 @@ class TrainerProcess:
         now, process = time.monotonic(), self.process
         if process is not None:
             if process.poll() is None:
+                self._end_if_hung(process)
                 return
             self.process = None
             self._failed(now, f"ended with status {process.returncode}")
@@ -107,12 +118,31 @@ class TrainerProcess:
         except OSError as error:
             self._failed(now, f"could not be started: {error}")
 
+    def _end_if_hung(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a trainer that shows no life, once its log says where it is.
+
+        Looks are counted, not seconds: where this process is frozen, so is the trainer.
+        A relay may take as long as its storage does.
+        """
+        silent = self._kind == "train" and not self._reads()
+        self._silent = self._silent + 1 if silent else 0
+        if self._silent * POLL_S < HUNG_S:
+            return
+        if self._silent * POLL_S < HUNG_S + POLL_S:
+            process.send_signal(signal.SIGUSR1)
+            return
+        self._silent = 0
+        said = "vllm_tide: the trainer has shown no life for %d s; it is killed."
+        logger.error(said, HUNG_S)
+        process.kill()
+
     def _launch(self, now: float) -> None:
         command = [sys.executable, "-m", "vllm_tide", self._kind]
         command += ["--engine", self._whom, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
         if self._url is not None:  # with its credentials, which no `ps` shows there
             env[SPOOL_VARIABLE] = self._url
+        self._silent = 0
         # A child inherits this thread's cores, and all threads of a worker may have
         # been bound to its own core since the start.
         with contextlib.suppress(OSError):

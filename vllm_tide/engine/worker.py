@@ -144,7 +144,11 @@ class WorkerTide(Generic[C]):
             say_start(config, self._run_dir, self._facts.num_speculative_tokens)
             if TrainerProcess.wanted(config):
                 self._trainer = TrainerProcess(
-                    self._engine_id, self._run_dir, self._group_id, config.spool
+                    self._engine_id,
+                    self._run_dir,
+                    self._group_id,
+                    config.spool,
+                    self._trainer_reads,
                 )
                 call_on(free_cores(cores), self._trainer.start)
         if self.swapper is not None:
@@ -288,6 +292,11 @@ class WorkerTide(Generic[C]):
                     "learn nothing more; restart it.",
                     segment.name,
                 )
+
+    def _trainer_reads(self) -> bool:
+        """Whether a trainer reads the ring; True where it cannot."""
+        ring = self._ring
+        return ring is None or ring.lost or ring.stats().consumer_alive
 
     def _keep_announced(self) -> None:
         """Announce the engine again where that failed, or its manifest vanished.
