@@ -31,7 +31,7 @@ LINES = {
     "kernels": 1_480,
     "memory": 293,
     "plan": 608,
-    "sidecar": 725,
+    "sidecar": 772,
     "top": 690,
     "train": 4_530,
     "transport": 5_985,

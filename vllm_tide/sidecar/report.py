@@ -6,19 +6,24 @@ the trainer may be on another host, and outlives servers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import resource
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import Thread
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -39,6 +44,10 @@ PERIOD_S = 1.0
 """The status file is written at most this often (s)."""
 MAX_BYTES = 4 << 20
 """At this size the older half of the events is dropped."""
+MAX_CONNECTIONS = 16
+"""Of the metrics' port."""
+IDLE_S = 10.0
+"""A connection to it that sends nothing for so long (s) is ended."""
 
 
 def _of(source: str, default: Any = 0) -> Any:
@@ -211,6 +220,45 @@ class StatusCollector(Collector):
             yield family
 
 
+class MetricsHandler(WSGIRequestHandler):
+    """One connection of the metrics' port, which carries one request."""
+
+    timeout = IDLE_S
+
+    def log_message(self, *_: Any) -> None:
+        """Log no request."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """A thread per connection; of too many the oldest is ended.
+
+    A scrape takes milliseconds, so the oldest is one that holds its connection open.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self._connections: list[socket.socket] = []
+        # Else an address of IPv6 is refused.
+        (self.address_family, *_), *_ = socket.getaddrinfo(host, port)
+        super().__init__((host, port), MetricsHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        if len(self._connections) > MAX_CONNECTIONS:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                self._connections.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with contextlib.suppress(ValueError):
+            self._connections.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that ended in the middle of a request."""
+
+
 def open_metrics(
     port: int, status: Callable[[], TrainerStatus], host: str = "127.0.0.1"
 ) -> None:
@@ -220,7 +268,7 @@ def open_metrics(
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     try:
-        server, _ = start_http_server(port, host, registry)
+        server = MetricsServer(host, port)
     except OSError as error:
         logger.error(
             "tide.train.metrics_port: %d cannot be opened on tide.train.metrics_host "
@@ -230,9 +278,8 @@ def open_metrics(
             error.strerror,
         )
         return
-    app = server.get_app()
-    if app is not None:
-        server.set_app(plain_text(app))
+    server.set_app(plain_text(make_wsgi_app(registry)))
+    Thread(target=server.serve_forever, name="vllm-tide-metrics", daemon=True).start()
 
 
 def plain_text(app: WSGIApplication) -> WSGIApplication:
