@@ -11,9 +11,10 @@ policy), `log` (vLLM's log is written).
 Work: `prompts`, and perhaps `params`, `extra`, `salts`; `forget` (no prefix and no KV
 of an earlier work is found), `script` (policy of a steered engine, see `policy_of`),
 `garbage` (the memory proposes random tokens), `spoil` (what becomes of the draft's
-logits, see `spoilt`), `keep_memory` (its record of an earlier
-work stays), `curves`, `seed`, `seeds` (one of each
-request).
+logits, see `spoilt`), `keep_memory` (its record of an earlier work stays), `curves`,
+`seed`, `seeds` (one of each request), `each` (more parameters of each request),
+`answers` (whole answers are reported). Of a work that vLLM refuses `error` is the
+sentence.
 """
 
 import json
@@ -51,6 +52,44 @@ def grown(before: Any, after: Any) -> Any:
     if isinstance(after, (int, float)) and isinstance(before, (int, float)):
         return after - before
     return after
+
+
+def parameters(params: dict[str, Any], extra: Any, seed: Any) -> Any:
+    """vLLM's parameters of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = {"temperature": 0, "ignore_eos": True, **params}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(
+            **given["structured_outputs"]
+        )
+        given["ignore_eos"] = False
+    if "logit_bias" in given:  # JSON's keys are texts
+        given["logit_bias"] = {int(k): v for k, v in given["logit_bias"].items()}
+    return SamplingParams(**given, extra_args=extra, seed=seed)
+
+
+def answer(out: Any) -> list[dict[str, Any]]:
+    """All that a request's completions say."""
+
+    def listed(positions: Any) -> Any:
+        return positions and [
+            at and sorted((token, one.logprob, one.rank) for token, one in at.items())
+            for at in positions
+        ]
+
+    return [
+        {
+            "text": one.text,
+            "token_ids": list(one.token_ids),
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+            "logprobs": listed(one.logprobs),
+            "prompt_logprobs": listed(out.prompt_logprobs),
+        }
+        for one in out.outputs
+    ]
 
 
 class Server:
@@ -122,26 +161,32 @@ class Server:
 
     def work(self, work: dict[str, Any]) -> dict[str, Any]:
         """Do one work; its report."""
-        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
 
         self._prepare(work)
         none = [None] * len(work["prompts"])
         params = [
-            SamplingParams(
-                **{"temperature": 0, "ignore_eos": True, **work.get("params", {})},
-                extra_args=extra,
-                seed=seed,
-            )
-            for extra, seed in zip(
-                work.get("extra", none), work.get("seeds", none), strict=True
+            parameters({**work.get("params", {}), **(each or {})}, extra, seed)
+            for each, extra, seed in zip(
+                work.get("each", none),
+                work.get("extra", none),
+                work.get("seeds", none),
+                strict=True,
             )
         ]
         prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
         for prompt, salt in zip(prompts, work.get("salts", ()), strict=False):
             if salt is not None:
                 prompt["cache_salt"] = salt
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        report = {"tokens": [list(out.outputs[0].token_ids) for out in outputs]}
+        try:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            said = ""
+        except VLLMClientError as error:
+            outputs, said = [], str(error)
+        report: dict[str, Any] = {"error": said}
+        report["tokens"] = [list(out.outputs[0].token_ids) for out in outputs]
+        if work.get("answers"):
+            report["answers"] = [answer(out) for out in outputs]
         report |= self.watch.report()
         self._land()
         before, self.counts = self.counts, self._counts()

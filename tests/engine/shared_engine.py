@@ -129,7 +129,7 @@ class Served:
 
         `max_tokens`, `temperature`, `stop` are parameters; the rest see `offline.py`.
         """
-        given = {
+        given = work.pop("params", {}) | {
             k: work.pop(k) for k in ("max_tokens", "temperature", "stop") if k in work
         }
         if self.reader is not None:
