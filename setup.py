@@ -10,6 +10,9 @@ from setuptools import Extension, find_packages, setup
 
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 ABI = 0x030B0000  # Python 3.11, the oldest supported
+# Bounds of copies and of the stack are checked, and calls cannot be sent elsewhere.
+# Python's own flags may name another level, which is a warning.
+HARDENED = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-fstack-protector-strong"]
 
 setup(
     packages=[
@@ -34,7 +37,8 @@ setup(
             sources=SOURCES,
             depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
             define_macros=[("Py_LIMITED_API", hex(ABI))],
-            extra_compile_args=["-O3", "-std=c++17", "-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-std=c++17", "-Wall", "-Wextra", *HARDENED],
+            extra_link_args=["-Wl,-z,relro,-z,now"],
             py_limited_api=True,
         )
     ]

@@ -5,7 +5,7 @@
 #
 #   --fast       only what needs neither an engine nor a process of its own: 2 minutes
 #   (none)       also real engines, one server and one of each fault: 12 minutes
-#   --nightly    also many seeds, AVX2, faults in number, soak, fuzz, vLLM's own tests
+#   --nightly    also many seeds, AVX2, faults in number, soak, fuzz, sanitizers, vLLM's tests
 #   --json FILE  write {"tier", "passed", "failed", "skipped", "seconds",
 #                "install_seconds", "slowest"}
 #
@@ -124,6 +124,7 @@ if [ $tier = nightly ]; then
     step "500 faults" scripts/faults.sh --count 500 --json "$scratch/faults.json"
     step "soak" scripts/soak.sh --minutes 20 --json "$scratch/soak.json"
     step "fuzz" scripts/fuzz.sh 5000
+    step "sanitizers" scripts/sanitize.sh 1000
     seconds=$SECONDS
 fi
 if [ $tier = nightly ] || { [ $tier = all ] && patches_changed; }; then
