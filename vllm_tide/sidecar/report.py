@@ -78,8 +78,6 @@ class TrainerStatus:
     """
 
     pid: int = field(default_factory=os.getpid)
-    start: int = field(default_factory=lambda: Holder.me().start)
-    namespace: int = field(default_factory=pid_namespace)
     state: str = "starting"
     model_name: str = ""
     cycles: int = _of("trainer.cycles")
@@ -114,6 +112,8 @@ class TrainerStatus:
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
     adaptation: dict[str, Any] = _of("fast.figures", dict)
+    start: int = field(default_factory=lambda: Holder.me().start)
+    namespace: int = field(default_factory=pid_namespace)
 
     def copy_from(self, sidecar: Any) -> None:
         for each in fields(self):
