@@ -87,6 +87,10 @@ class World:
         )
         for module in TIMED:
             patch.setattr(module, "time", clock)
+        # Sweeps judge by this world's clock: they are to see its own segments only.
+        prefix = f"{shm.NAME_PREFIX}world_{real}_"
+        for module in (shm, rendezvous):
+            patch.setattr(module, "NAME_PREFIX", prefix)
         for module in NAMED:
             patch.setattr(module, "pid_namespace", lambda: self.namespace)
         patch.setattr(os, "getpid", lambda: self.current or real)

@@ -36,13 +36,17 @@ def steady_unix() -> float:
 
 
 def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None if it is gone or a zombie."""
+    """Start of a process in clock ticks since boot; None if it is gone or a zombie.
+
+    Raises:
+        OSError: It cannot be looked up, as where no descriptor is left.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may itself hold spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return None
 
 
@@ -149,7 +153,10 @@ class Holder(NamedTuple):
         """True if it lives; None where its pid cannot be looked up from here."""
         if self.namespace != pid_namespace():
             return None
-        return self.pid > 0 and start_time(self.pid) == self.start
+        try:
+            return self.pid > 0 and start_time(self.pid) == self.start
+        except OSError:
+            return None
 
 
 def heartbeat_is_fresh(heartbeat_ns: int) -> bool:
