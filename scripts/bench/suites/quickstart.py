@@ -413,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {
         "model": args.target.name,
         "dtype": args.dtype,
-        "draft": str(args.draft),
+        "draft": Path(args.draft).name,
         "engine_cpus": args.engine_cpus,
         "client_api_trainer_cpus": args.other_cpus,
         "enforce_eager": not args.compile,
