@@ -34,7 +34,7 @@ LINES = {
     "sidecar": 783,
     "top": 690,
     "train": 4_530,
-    "transport": 6_291,
+    "transport": 6_298,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20
