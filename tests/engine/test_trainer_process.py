@@ -129,10 +129,21 @@ def test_who_hangs_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
 def test_who_hangs_shows_where_before_it_is_killed(tmp_path, sidecar, monkeypatch):
     monkeypatch.setattr(trainer_process, "HUNG_S", 0.2)
     tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
-    one = sidecar(tells, reads=lambda: False)
+    looks = iter([True])
+    one = sidecar(tells, reads=lambda: next(looks, False))
     one.start()
     until(lambda: one._deaths)
     assert (tmp_path / "trainer-e1.log").read_text() == "here\n"
+
+
+def test_who_has_not_read_yet_is_left(tmp_path, sidecar, monkeypatch):
+    """It loads models from slow storage, or is the trainer of other engines."""
+    monkeypatch.setattr(trainer_process, "HUNG_S", 0.1)
+    one = sidecar(LIVES, reads=lambda: False)
+    one.start()
+    until(lambda: len(started(tmp_path)) == 1)
+    time.sleep(1.0)
+    assert not one._deaths
 
 
 def test_a_relay_may_upload_models_for_longer(tmp_path, sidecar, monkeypatch):

@@ -1,4 +1,4 @@
-"""Whether a run directory's engines capture: files that outlive every process.
+"""Switches of capture and training: files that outlive every process.
 
 A switch has a file in the run directory and one in the state directory, and either
 forbids: the run directory is often a tmpfs, which a reboot or a moved pod empties. What

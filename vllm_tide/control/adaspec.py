@@ -342,7 +342,7 @@ class AdaSpecPolicy:
         return best
 
     def _keeps_clients_limits(self, step: _Step, limited: float, free: float) -> bool:
-        """Whether they cost few tokens per second; else the step is free of them."""
+        """Return False, and drop them from the step, if they cost too many tokens/s."""
         if limited >= CLIENT_SHARE * free:
             return True
         step.limit = step.operator_limit

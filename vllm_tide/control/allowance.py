@@ -31,7 +31,7 @@ class Allowance:
         self._paid_at = min(self._paid_at, now)
 
     def is_due(self, seconds: float, now: float) -> bool:
-        """Whether a quarter of what was earned since the last payment is so much.
+        """True if a quarter of what was earned since the last payment is so much.
 
         Then exploration is due that no belief speaks for: traffic may have changed.
         """
@@ -39,7 +39,7 @@ class Allowance:
 
     @property
     def may_borrow(self) -> bool:
-        """Whether nothing is owed."""
+        """True while nothing is owed."""
         return self._share > 0.0 and self._seconds >= 0.0
 
     def borrow(self, seconds: float) -> None:

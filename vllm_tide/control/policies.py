@@ -67,7 +67,7 @@ class StaticPolicy:
         return Plan(most)
 
     def _gate(self, batch: Batch, most: int) -> str:
-        """Why nothing is drafted in this step; empty: it is."""
+        """Reason for no drafts in this step; empty: it drafts."""
         return ""
 
     def go_on(self, depth: int, confidence: np.ndarray) -> bool:

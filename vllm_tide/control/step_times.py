@@ -307,7 +307,7 @@ class StepTimes:
         return self.target.version + self.first.version + self.further.version
 
     def learnt(self) -> Learnt:
-        """What was learnt, as plain numbers for another process's `take`."""
+        """Return the learnt means as plain numbers, for another process's `take`."""
         passes = self.target, self.first, self.further
         target, first, further = (each.learnt() for each in passes)
         return target, first, further, self._asking

@@ -35,7 +35,7 @@ _STOP_SECONDS = 10
 POLL_S = 1.0
 LOG_BYTES = 4 << 20
 HUNG_S = 600.0
-"""A trainer that shows no life for so long (s) is killed: it loads models in less."""
+"""A trainer that has read the ring and shows no life for so long (s) is killed."""
 GOOD_LIFE_S = 1800.0
 """The death of one that lived so long (s) is the first of a row."""
 
@@ -74,6 +74,7 @@ class TrainerProcess:
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
         self._cores = os.sched_getaffinity(0)
         self._deaths = self._silent = 0
+        self._has_read = False  # the ring, since it was launched
         self._reads = reads
         self._began = self._next = 0.0
 
@@ -122,10 +123,12 @@ class TrainerProcess:
         """Kill a trainer that shows no life, once its log says where it is.
 
         Looks are counted, not seconds: where this process is frozen, so is the trainer.
-        A relay may take as long as its storage does.
+        A relay may take as long as its storage does. So may a trainer that has not read
+        yet: it loads models, or serves other engines and cannot take this one.
         """
-        silent = self._kind == "train" and not self._reads()
-        self._silent = self._silent + 1 if silent else 0
+        reads = self._kind == "relay" or self._reads()
+        self._has_read = self._has_read or reads
+        self._silent = 0 if reads or not self._has_read else self._silent + 1
         if self._silent * POLL_S < HUNG_S:
             return
         if self._silent * POLL_S < HUNG_S + POLL_S:
@@ -142,7 +145,7 @@ class TrainerProcess:
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
         if self._url is not None:  # with its credentials, which no `ps` shows there
             env[SPOOL_VARIABLE] = self._url
-        self._silent = 0
+        self._silent, self._has_read = 0, False
         # A child inherits this thread's cores, and all threads of a worker may have
         # been bound to its own core since the start.
         with contextlib.suppress(OSError):

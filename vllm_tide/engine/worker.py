@@ -294,7 +294,7 @@ class WorkerTide(Generic[C]):
                 )
 
     def _trainer_reads(self) -> bool:
-        """Whether a trainer reads the ring; True where it cannot."""
+        """Return whether a trainer reads the ring; True where none can."""
         ring = self._ring
         return ring is None or ring.lost or ring.stats().consumer_alive
 

@@ -31,7 +31,7 @@ MAX_LINE = 4096
 MAX_CLIENTS = 32
 """Clients at once; of so many that say nothing the oldest is sent away."""
 LOOK_S = 1.0
-"""How often the socket's name is looked for (s): whoever cleaned took it."""
+"""Seconds between two checks that the socket's name is there: cleaners take it."""
 _PREFIX, _SUFFIX = "admin-", ".sock"
 _STAGED = ".admin-*.new"
 _STAGED_S = 60.0

@@ -316,7 +316,7 @@ def overall(visits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verdict(rows: Sequence[dict[str, Any]], means: Sequence[dict[str, Any]]) -> Any:
-    """Whether control passes its bars, by name: what was found, and True or False."""
+    """Return, for each bar of control, the value and whether it passes."""
     cells = [row for row in rows if row["arm"] == "adaspec"]
     if not cells:
         return {}
