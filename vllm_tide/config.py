@@ -251,7 +251,7 @@ class ControlConfig(_Section):
         description="Smallest predicted gain of drafting (0.02 = 2%).",
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        0.01,
+        0.005,
         description="Share of time that exploration may lose: while drafting is off, "
         "to see whether it would pay again; while on, to measure steps without drafts; "
         "and a quarter of it more to verify tokens that do not pay (0: none of it).",

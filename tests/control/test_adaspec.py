@@ -335,7 +335,7 @@ def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one_under_a_limit()
 
 def test_whole_drafts_do_not_use_up_what_is_saved_for_a_check():
     allowance = Allowance(0.01)
-    price, now = 0.5, 0.0  # five times what is saved without a cause
+    price, now = 0.6, 0.0  # three times what is saved without a cause
     allowance.earn(now)
     assert not allowance.pay(price, now)
     while now < 100.0 and not allowance.pay(price, now):
@@ -348,7 +348,7 @@ def test_whole_drafts_do_not_use_up_what_is_saved_for_a_check():
 
 def test_a_debt_is_paid_before_more_is_borrowed():
     allowance = Allowance(0.01)
-    allowance.borrow(0.3)
+    allowance.borrow(0.4)
     assert not allowance.may_borrow
     allowance.earn(0.0)
     allowance.earn(19.0)

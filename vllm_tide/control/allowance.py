@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-_SAVED_SECONDS = 10.0  # the budget begins with, and holds, its share of so many
+_SAVED_SECONDS = 20.0  # the budget begins with, and holds, its share of so many
 _DUE = 4.0  # times its price has been earned: an exploration that nothing speaks for
 
 
