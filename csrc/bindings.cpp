@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "shm.h"
+#include "step.h"
 
 namespace {
 
@@ -309,6 +310,47 @@ PyObject* py_write_frames(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return Py_NewRef(Py_None);
 }
 
+template <typename Value>
+PyObject* bytes_of(const std::vector<Value>& values) {
+  return PyByteArray_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
+                                       static_cast<Py_ssize_t>(values.size() * sizeof(Value)));
+}
+
+PyObject* py_lay_out(PyObject*, PyObject* args) {
+  PyObject* given;
+  PyObject* row_bytes;
+  tide::StepFacts step{};
+  unsigned long long version, drafted_by;
+  long long max_rows;
+  int taught;
+  tide::Meta& meta = step.meta;
+  static_assert(sizeof(tide::Meta) == tide::kMetaBytes && sizeof(tide::Request) == 120);
+  if (!PyArg_ParseTuple(args, "OKKIbbbIIIiLO!:lay_out", &given, &version, &drafted_by,
+                        &meta.concurrency, &meta.dtype, &meta.format, &meta.flags,
+                        &meta.feature_width, &meta.hidden_width, &meta.topk, &taught,
+                        &max_rows, &PyTuple_Type, &row_bytes))
+    return nullptr;
+  Buffer requests;
+  if (!requests.acquire(given, PyBUF_SIMPLE)) return nullptr;
+  if (requests.size() % sizeof(tide::Request) != 0 || taught < 0 || taught > 2) {
+    PyErr_SetString(PyExc_ValueError, "whole requests and a kind of teacher are wanted");
+    return nullptr;
+  }
+  meta.draft_version = version;
+  step.drafted_by = drafted_by;
+  step.taught = static_cast<tide::Taught>(taught);
+  step.max_rows = max_rows;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(row_bytes); ++i)
+    step.row_bytes.push_back(PyLong_AsLongLong(PyTuple_GetItem(row_bytes, i)));
+  if (PyErr_Occurred()) return nullptr;
+  const tide::Layout layout =
+      tide::lay_out(reinterpret_cast<const tide::Request*>(requests.data()),
+                    requests.size() / sizeof(tide::Request), step);
+  return Py_BuildValue("NNNNN", bytes_of(layout.metas), bytes_of(layout.spans),
+                       bytes_of(layout.follows), bytes_of(layout.sound),
+                       bytes_of(layout.of));
+}
+
 PyMethodDef methods[] = {
     {"shm_create", py_shm_create, METH_VARARGS, "Create a segment exclusively; its fd."},
     {"shm_open", py_shm_open, METH_VARARGS, "Open a segment for reading and writing."},
@@ -327,6 +369,7 @@ PyMethodDef methods[] = {
      "Copy buffers one after another, 8-byte aligned; CRC-32C of what was written."},
     {"write_frames", method(py_write_frames), METH_FASTCALL,
      "Write records into a ring; what became of each goes to `status`."},
+    {"lay_out", py_lay_out, METH_VARARGS, "Records of a step's requests, and their spans."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -85,7 +85,7 @@ def records(_: float) -> Any:
             ]
             ends = np.cumsum(count)
             requests = request_rows(
-                tickets, 0.5, low=ends - count, first=ends - count, count=count,
+                tickets, 0.5, 1.25, low=ends - count, first=ends - count, count=count,
                 drafts=drafts, start=rng.integers(0, 2**40, 3),
                 logit_end=np.cumsum(drafts + 1), committed=committed,
                 num_prompt_tokens=rng.integers(1, 2**31, 3),

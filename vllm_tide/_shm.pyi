@@ -44,6 +44,27 @@ def write_frames(
     /,
 ) -> None: ...
 
+# csrc/step.h. `requests`: `REQUEST` of capture/step.py; `taught`: 0 no row has a
+# teacher, 1 those with logits, 2 all; `row_bytes`: of token ids, features, and each
+# array of the teacher. Of each record, as bytes: its `META`; int64 [S, 2] spans; bool,
+# it continues the one before; bool, its counts fit each other; int64, its request.
+def lay_out(
+    requests: Buffer,
+    draft_version: int,
+    drafted_by: int,
+    concurrency: int,
+    dtype: int,
+    format: int,
+    flags: int,
+    feature_width: int,
+    hidden_width: int,
+    topk: int,
+    taught: int,
+    max_rows: int,
+    row_bytes: tuple[int, ...],
+    /,
+) -> tuple[bytearray, bytearray, bytearray, bytearray, bytearray]: ...
+
 # csrc/control.h, and control/verifier.py for the arrays. Tokens of the set, those that
 # are expected, seconds. ValueError, and nothing written: an array is not as long as the
 # others say.

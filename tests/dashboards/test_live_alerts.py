@@ -46,13 +46,13 @@ OF_CONTROL = (
 BUG = """
 import os
 def plant():
-    from vllm_tide.engine.staging import RunLayout
-    fill = RunLayout.fill
+    from vllm_tide.engine.staging import HostRows
+    fill = HostRows.fill
     def broken(*args):
         if os.path.exists(__file__ + ".on"):
             raise RuntimeError("planted")
         return fill(*args)
-    RunLayout.fill = broken
+    HostRows.fill = broken
 """
 
 

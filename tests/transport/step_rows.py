@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.step import RequestRows, Step
-from vllm_tide.transport.record import Phase, Record
+from vllm_tide.transport.record import MEMORY, Phase, Record
 
 COLUMNS = (
     "low", "first", "count", "drafts", "padding", "start", "num_prompt_tokens",
@@ -18,13 +18,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def request_rows(tickets: list[Ticket], chance: float = 1.0, **columns) -> RequestRows:
+def request_rows(
+    tickets: list[Ticket], chance: float = 1.0, cost: float = 1.0, **columns: Any
+) -> RequestRows:
     """Columns that are not named are 0."""
-    n = len(tickets)
-    made = {name: np.broadcast_to(columns.get(name, 0), n) for name in COLUMNS}
-    made = {name: np.array(values, np.int64) for name, values in made.items()}
-    memory = np.arange(n) % 2 == 1
-    return RequestRows(tickets, verify_chance=np.full(n, chance), memory=memory, **made)
+    made = RequestRows.of(tickets, step_rows(np.zeros(0, np.int32), cost=cost))
+    for name in COLUMNS:
+        made.table[name] = columns.get(name, 0)
+    made.table["verify_chance"] = chance
+    made.table["flags"] |= MEMORY * (np.arange(len(tickets)) % 2)
+    return made
 
 
 def step_rows(
@@ -68,7 +71,7 @@ def expected(
             logit_end,
             committed,
             after,
-        ) = (int(getattr(requests, name)[i]) for name in COLUMNS)
+        ) = (int(requests.table[name][i]) for name in COLUMNS)
         verifies = drafts > 0 or count == 1
         known = count - drafts  # rows of which no drafted token is the input
         record = Record(
@@ -85,9 +88,9 @@ def expected(
             tenant=ticket.tenant,
             sampled=ticket.sampled,
             concurrency=len(step.req_ids),
-            cost=float(np.float32(step.cost)),
-            verify_chance=float(np.float32(requests.verify_chance[i])),
-            memory=requests.memory is not None and bool(requests.memory[i]),
+            cost=float(np.float32(requests.table["cost"][i])),
+            verify_chance=float(np.float32(requests.table["verify_chance"][i])),
+            memory=i % 2 == 1,
         )
         if verifies and step.drafted_by is not None:
             record = replace(record, draft_version=step.drafted_by)

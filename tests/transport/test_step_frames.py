@@ -77,6 +77,7 @@ def random_step(rng, teacher, dtype, light):
         concurrency=n,
         cost=float(rng.random()),
     )
+    requests.table["cost"] = step.cost
     return requests, replace(step, full=False) if light else step
 
 

@@ -166,6 +166,7 @@ class RowBudget:
         self._output_rows = 128.0  # of a request, on average
         self._row_bytes = self._capacity = self._used = 0
         self._owed = self._owed_prompt = 0.0
+        self._counted = False  # whether these are of now
         self._seen = (0.0, 0, 0)
         # Bytes per second: what the consumer takes, what is written; requests.
         self._rate = self._flow = self._crowd = 0.0
@@ -174,14 +175,7 @@ class RowBudget:
         """See how far the consumer is; once a step."""
         head, tail = ring.level()
         self._row_bytes, self._capacity = ring.spec.row_bytes + 64, ring.capacity
-        self._used = head - tail + self.staged
-        rows, prompts = 0.0, 0
-        for ticket in self._admitted.values():
-            left = max(ticket.prompt - ticket.rows, 0)
-            output = ticket.prompt + self._output_rows - ticket.rows - left
-            rows += left + max(output, self._output_rows / 4)
-            prompts += left
-        self._owed, self._owed_prompt = rows, prompts
+        self._used, self._counted = head - tail + self.staged, False
         now, (since, old_head, old_tail) = self._clock(), self._seen
         seconds = now - since
         if not old_tail <= tail or not old_head <= head:  # another ring
@@ -224,7 +218,19 @@ class RowBudget:
             output = max(ticket.rows - ticket.prompt, 0)
             self._output_rows += (output - self._output_rows) / 16
 
+    def _count(self) -> None:
+        """Count what the admitted requests owe."""
+        rows, prompts = 0.0, 0
+        for ticket in self._admitted.values():
+            left = max(ticket.prompt - ticket.rows, 0)
+            output = ticket.prompt + self._output_rows - ticket.rows - left
+            rows += left + max(output, self._output_rows / 4)
+            prompts += left
+        self._owed, self._owed_prompt, self._counted = rows, prompts, True
+
     def _has_room(self, prompt: int) -> bool:
+        if not self._counted:
+            self._count()
         rows = self._owed + prompt + self._output_rows
         if self._used + rows * self._row_bytes <= self.FILL * self._capacity:
             return True

@@ -167,15 +167,15 @@ class Recorder:
         Returns:
             Whether a thread of its own writes them: it lets the step's rows go.
         """
-        tickets, full = requests.tickets, step.full
-        if padding := int(requests.padding.sum()):
+        tickets, table, full = requests.tickets, requests.table, step.full
+        if padding := int(table["padding"].sum()):
             self.dropped["placeholder"] += padding
         if not tickets:
             return False
         if len(self._under_way) >= BACKLOG:
-            self.dropped["behind"] += int(requests.count.sum())
+            self.dropped["behind"] += int(table["count"].sum())
             return False
-        for ticket, start in zip(tickets, requests.start.tolist(), strict=True):
+        for ticket, start in zip(tickets, table["start"].tolist(), strict=True):
             if not ticket.started:
                 ticket.started = True
                 self.requests += 1
@@ -234,17 +234,17 @@ class Recorder:
 
     def _learn(self, write: Write) -> None:
         frames, full = write.frames, write.full
-        write.ring.count(frames)
+        num_rows = write.ring.count(frames)
         if full is None:
             return
-        rows, written = frames.metas["rows"], frames.status == Status.WRITTEN
-        num_rows = int(rows[written].sum())
         if not full:
             self.dropped["ids_only"] += num_rows
             return
         self.rows += num_rows
+        written = frames.status == Status.WRITTEN
         if written.all():
             return
+        rows = frames.metas["rows"]
         for i in np.unique(write.of[~written]).tolist():
             write.tickets[i].refusal = "cut_short"
             self.budget.end(write.tickets[i])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tide import _shm
 from vllm_tide.capture.policy import Ticket
 from vllm_tide.transport.record import (
     DTYPE_CODES,
@@ -21,7 +22,6 @@ from vllm_tide.transport.record import (
     FINISHED,
     FORMAT_VERSION,
     HIDDEN,
-    MEMORY,
     META,
     SAMPLED,
     TOPK,
@@ -29,13 +29,11 @@ from vllm_tide.transport.record import (
     Phase,
     RingSpec,
     Status,
-    sound_counts,
 )
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
 _TOKEN = np.dtype(np.int32)
 _FLOAT = np.dtype(np.float32)
-_COUNTS = ("phase", "rows", "num_accepted", "teacher_start")
 
 
 @dataclass(slots=True)
@@ -154,36 +152,51 @@ class Step:
         self.start = seq_lens.astype(np.int64) - np.diff(self.bounds)
 
 
+REQUEST = np.dtype(
+    [("key", np.uint64), ("tenant", np.uint64)]
+    + [
+        (name, np.int64)
+        for name in (
+            "flags", "low", "first", "count", "drafts", "padding", "start",
+            "num_prompt_tokens", "logit_end", "committed", "next_token",
+        )
+    ]
+    + [("verify_chance", np.float64), ("cost", np.float64)]
+)  # fmt: skip
+"""A captured request of a step (csrc/step.h).
+
+* `flags`: SAMPLED and MEMORY of its records.
+* `low`: Its first row among the staged ones; `first`: the same among `Step.token_ids`.
+* `drafts`: Drafted tokens, in the last of its `count` rows.
+* `padding`: Placeholders: scheduled to keep a graph's shape, they are no tokens and
+  their rows say nothing about the model.
+* `committed`: Tokens that were sampled; 0 for a prefill chunk that is not the last.
+* `next_token`: The sampled one that follows the last real row (a placeholder may be
+  accepted by chance); -1 if nothing was sampled.
+* `verify_chance`, `cost`: See `Record`.
+"""
+
+
 @dataclass(slots=True)
 class RequestRows:
-    """The requests of a step that are captured; arrays are int64 [n] if not said.
+    """The requests of a step that are captured.
 
     Attributes:
-        low: First row of each among the staged ones.
-        first: The same among `Step.token_ids`.
-        drafts: Drafted tokens, in the last of them.
-        padding: Placeholders: scheduled to keep a graph's shape, they are no tokens and
-            their rows say nothing about the model.
-        committed: Tokens that were sampled; 0 for a prefill chunk that is not the last.
-        next_token: The sampled one that follows the last real row (a placeholder may be
-            accepted by chance); -1 if nothing was sampled.
-        verify_chance: float [n]; see `Record`.
-        memory: bool [n]; see `Record`. None: False of all.
+        table: `REQUEST` [n].
     """
 
     tickets: list[Ticket]
-    low: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-    drafts: np.ndarray
-    padding: np.ndarray
-    start: np.ndarray
-    num_prompt_tokens: np.ndarray
-    logit_end: np.ndarray
-    committed: np.ndarray
-    next_token: np.ndarray
-    verify_chance: np.ndarray
-    memory: np.ndarray | None = None
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, tickets: list[Ticket], step: Step) -> RequestRows:
+        """Requests of a step, without their rows."""
+        table = np.zeros(len(tickets), REQUEST)
+        table["key"] = [ticket.key for ticket in tickets]
+        table["tenant"] = [ticket.tenant for ticket in tickets]
+        table["flags"] = [SAMPLED * ticket.sampled for ticket in tickets]
+        table["cost"] = [0.0 if ticket.capped else step.cost for ticket in tickets]
+        return cls(tickets, table)
 
 
 def lay_out(
@@ -198,74 +211,51 @@ def lay_out(
         The records, and int64 [records], which request each is of.
     """
     staged = step.staged if step.full else None
-    top = None if staged is None else staged.topk
-    count, drafts = requests.count, requests.drafts
-    before = count - 1 - drafts  # the last of what needs no verification
-    most = int(count.max(initial=1)) if staged is None else max_rows
-    of, low, high = _pieces(count, before, most)
-    rows, final = high - low, high == count[of]
-    verify = (drafts > 0) | (count == 1)
-    accepted = np.minimum(before + np.maximum(requests.committed - 1, 0), count - 1)
-    # Only sampled rows have logits (the last of a prefill, all of a verification), so a
-    # top-k teacher starts later than a hidden one.
-    if top is not None:
-        teacher = np.maximum(before, 0)
-    else:
-        teacher = count if topk or staged is None else np.zeros_like(count)
-    taught = np.clip(teacher[of], low, high)
-    metas = _blank(requests.tickets, spec)[of]
-    metas["draft_version"] = step.version
-    if step.drafted_by is not None:
-        metas["draft_version"][verify[of]] = step.drafted_by
-    metas["start"] = requests.start[of] + low
-    metas["num_prompt_tokens"] = requests.num_prompt_tokens[of]
-    metas["next_token"] = np.where(final, requests.next_token[of], -1)
-    metas["num_accepted"] = np.where(final, accepted[of] - low, rows - 1)
-    metas["rows"] = rows
-    metas["teacher_start"] = taught - low
-    metas["phase"] = np.where(final & verify[of], Phase.VERIFY, Phase.PREFILL)
-    metas["flags"] = SAMPLED * np.array([t.sampled for t in requests.tickets])[of]
-    if requests.memory is not None:
-        metas["flags"] |= np.where(requests.memory[of], MEMORY, 0).astype(np.uint8)
-    metas["concurrency"] = len(step.req_ids)
-    capped = np.array([t.capped for t in requests.tickets])[of]
-    metas["cost"] = np.where(capped, 0.0, step.cost)
-    metas["verify_chance"] = requests.verify_chance[of]
-
-    # Array, type, shape of a row, first row of each record and how many.
-    parts: list[tuple[np.ndarray, np.dtype, tuple[int, ...], Any, Any]] = [
-        (np.asarray(step.token_ids), _TOKEN, (), requests.first[of] + low, rows)
+    # Array, type, and shape of a row, of each part of a record.
+    parts: list[tuple[np.ndarray, np.dtype, tuple[int, ...]]] = [
+        (np.asarray(step.token_ids), _TOKEN, ())
     ]
+    flags = hidden_width = topk_width = taught = 0
     if staged is not None:
-        wire, at = FEATURE_DTYPES[spec.feature_dtype], requests.low[of]
-        metas["feature_width"] = width = spec.feature_width
-        parts.append((staged.features, wire, (width,), at + low, rows))
-        if staged.hidden is not None:
-            metas["flags"] |= HIDDEN
-            metas["hidden_width"] = width = spec.hidden_size
-            parts.append((staged.hidden, wire, (width,), at + taught, high - taught))
-        if top is not None:
-            metas["flags"] |= TOPK
-            metas["topk"] = width = spec.teacher_topk
-            at = (requests.logit_end - requests.padding - count)[of] + taught
-            for array, dtype, shape in zip(
-                top,
-                (_TOKEN, _FLOAT, _FLOAT),
-                ((width,), (width,), ()),
-                strict=True,
-            ):
-                parts.append((array, dtype, shape, at, high - taught))
-    spans = np.empty((len(of), len(parts), 2), np.int64)
-    fits = sound_counts(*(metas[name] for name in _COUNTS))
-    for j, (array, dtype, shape, begin, length) in enumerate(parts):
-        fits &= array.dtype == dtype and array.shape[1:] == shape
-        row_bytes = dtype.itemsize * math.prod(shape)
-        # No rows lie nowhere: logits, of which a piece of a prompt may have none.
-        spans[:, j, 0] = np.where(length > 0, begin, 0) * row_bytes
-        spans[:, j, 1] = length * row_bytes
-    status = np.where(fits, Status.WRITTEN, Status.INVALID).astype(np.uint8)
-    sources = tuple(np.ascontiguousarray(array) for array, *_ in parts)
-    return Frames(metas, spans, low > 0, sources, status), of
+        wire = FEATURE_DTYPES[spec.feature_dtype]
+        parts.append((staged.features, wire, (spec.feature_width,)))
+        taught = 0 if topk else 2
+        if (hidden := staged.hidden) is not None:
+            flags, hidden_width = HIDDEN, spec.hidden_size
+            parts.append((hidden, wire, (hidden_width,)))
+        if (top := staged.topk) is not None:
+            # Only sampled rows have logits (the last of a prefill, all of a
+            # verification), so a top-k teacher starts later than a hidden one.
+            flags, topk_width, taught = flags | TOPK, spec.teacher_topk, 1
+            shapes = ((topk_width,), (topk_width,), ())
+            parts += zip(top, (_TOKEN, _FLOAT, _FLOAT), shapes, strict=True)
+    drafted_by = step.version if step.drafted_by is None else step.drafted_by
+    metas, spans, follows, sound, of = _shm.lay_out(
+        requests.table,
+        step.version,
+        drafted_by,
+        len(step.req_ids),
+        DTYPE_CODES[spec.feature_dtype],
+        FORMAT_VERSION,
+        flags,
+        0 if staged is None else spec.feature_width,
+        hidden_width,
+        topk_width,
+        taught,
+        0 if staged is None else max_rows,
+        tuple(dtype.itemsize * math.prod(shape) for _, dtype, shape in parts),
+    )
+    fits = all(a.dtype == dtype and a.shape[1:] == shape for a, dtype, shape in parts)
+    frames = Frames(
+        np.frombuffer(metas, META),
+        np.frombuffer(spans, np.int64).reshape(-1, len(parts), 2),
+        np.frombuffer(follows, np.bool_),
+        tuple(np.ascontiguousarray(array) for array, *_ in parts),
+        np.where(
+            np.frombuffer(sound, np.bool_) & fits, Status.WRITTEN, Status.INVALID
+        ).astype(np.uint8),
+    )
+    return frames, np.frombuffer(of, np.int64)
 
 
 def end_records(
@@ -293,23 +283,3 @@ def _blank(tickets: list[Ticket], spec: RingSpec) -> np.ndarray:
     metas["dtype"] = DTYPE_CODES[spec.feature_dtype]
     metas["format"] = FORMAT_VERSION
     return metas
-
-
-def _pieces(
-    count: np.ndarray, before: np.ndarray, most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of a long prompt in pieces of which many fit into the ring.
-
-    Args:
-        count: int64 [n], rows of each request.
-        before: int64 [n]: they may be cut up to here.
-
-    Returns:
-        Of each piece its request, its first row, and its end.
-    """
-    cuts = np.minimum(-(-count // most) - 1, -(-before // most)).clip(0)
-    of = np.repeat(np.arange(len(count)), cuts + 1)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(cuts + 1) - cuts - 1, cuts + 1)
-    low = np.minimum(nth * most, before[of].clip(0))
-    high = np.minimum((nth + 1) * most, before[of])
-    return of, low, np.where(nth < cuts[of], high, count[of])

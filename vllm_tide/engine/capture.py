@@ -14,6 +14,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm_tide.engine.staging import (
     top_k_teacher,
 )
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
+from vllm_tide.transport.record import MEMORY
 from vllm_tide.transport.ring import Collect, RingWriter
 
 STEPS_WRITTEN = 2
@@ -76,6 +78,7 @@ class Capture(Recorder):
             vocab = runner.vocab_size
             self._workspace = TopKWorkspace(logits, vocab, self._topk, runner.device)
         self._logits_topk: TopRows | None = None
+        self._all = np.arange(layout.num_rows, dtype=np.int32)
 
     def admit(self, scheduler_output: Any) -> None:
         """Decide about the requests that this step brings.
@@ -132,30 +135,31 @@ class Capture(Recorder):
         if aux_hidden_states is None:
             return
         self.budget.look(self._ring)
-        counts = np.diff(step.bounds) - step.padding
+        counts = (np.diff(step.bounds) - step.padding).tolist()
         prompts = step.num_prompt_tokens.tolist()
+        tickets = self._tickets
         taken = [
             i
-            for i, (req_id, count) in enumerate(
-                zip(step.req_ids, counts.tolist(), strict=True)
-            )
-            if self._takes(self._tickets.get(req_id), count, prompts[i])
+            for i, req_id in enumerate(step.req_ids)
+            if self._takes(tickets.get(req_id), counts[i], prompts[i])
         ]
         if not taken:
             return
-        sizes = counts[taken]
-        first = np.cumsum(sizes) - sizes
-        if step.cut:  # on the device: whose rows are whose is not known here
-            rows = np.arange(step.rows, dtype=np.int32)
+        sizes = [counts[i] for i in taken]
+        total = sum(sizes)
+        first = list(accumulate(sizes, initial=0))[:-1]
+        if step.cut or total == step.rows:
+            # Cut on the device: whose rows are whose is not known here.
+            rows = self._all[: step.rows]
         else:
-            rows = np.arange(sizes.sum(), dtype=np.int32)
+            rows = np.arange(total, dtype=np.int32)
             rows += np.repeat(step.bounds[taken] - first, sizes).astype(np.int32)
         step.staged = self._stage.fill(aux_hidden_states, hidden_states, rows, topk)
         if step.staged is None:
-            self.dropped["behind"] += int(sizes.sum())
+            self.dropped["behind"] += total
             return
-        step.full, step.first = True, dict(zip(taken, first.tolist(), strict=True))
-        step.size = sum(map(self.budget.size, sizes.tolist()))
+        step.full, step.first = True, dict(zip(taken, first, strict=True))
+        step.size = sum(map(self.budget.size, sizes))
         self.budget.staged += step.size
 
     def write(self, step: Step, overrun: Sequence[str] = ()) -> None:
@@ -212,31 +216,30 @@ class Capture(Recorder):
             if step.full or ticket.refusal is None:
                 at.append(i)
                 tickets.append(ticket)
-        which = np.array(at, np.int64)
-        landed = (step.start, step.emitted, step.sampled, step.bounds)
-        start, emitted, sampled, bounds = map(np.asarray, landed)
-        padding = step.padding[which].astype(np.int64)
-        drafts, sampled = step.drafts[which] - padding, sampled[which]
-        first = bounds[which].astype(np.int64)
-        committed = np.minimum(emitted[which].astype(np.int64), sampled.shape[1])
-        last = np.minimum(committed - 1, drafts)
-        following = sampled[np.arange(len(which)), last]
-        chance = [step.explored.get(names[i], step.verify_chance) for i in at]
-        low = first
+        # Of all of them: views, which cost less than copies.
+        which = slice(None) if len(at) == len(names) else np.array(at, np.int64)
+        bounds = np.asarray(step.bounds)
+        first, end = bounds[:-1][which], bounds[1:][which]
+        padding, sampled = step.padding[which], np.asarray(step.sampled)[which]
+        emitted = np.asarray(step.emitted)[which]
+        requests = RequestRows.of(tickets, step)
+        table = requests.table
+        table["first"] = table["low"] = first
         if step.full and not step.cut:
-            low = np.array([step.first[i] for i in at], np.int64)
-        return RequestRows(
-            tickets=tickets,
-            low=low,
-            first=first,
-            count=bounds[which + 1] - padding - first,
-            drafts=drafts,
-            padding=padding,
-            start=start[which].astype(np.int64),
-            num_prompt_tokens=step.num_prompt_tokens[which].astype(np.int64),
-            logit_end=step.logit_ends[which].astype(np.int64),
-            committed=committed,
-            next_token=np.where(committed > 0, following, -1),
-            verify_chance=np.array(chance, np.float64),
-            memory=None if step.memory is None else step.memory[which],
-        )
+            table["low"] = [step.first[i] for i in at]
+        table["count"] = end - padding - first
+        table["drafts"] = drafts = step.drafts[which] - padding
+        table["padding"] = padding
+        table["start"] = np.asarray(step.start)[which]
+        table["num_prompt_tokens"] = step.num_prompt_tokens[which]
+        table["logit_end"] = step.logit_ends[which]
+        table["committed"] = committed = np.minimum(emitted, sampled.shape[1])
+        last = np.minimum(committed - 1, drafts)
+        following = sampled[np.arange(len(at)), last]
+        table["next_token"] = np.where(committed > 0, following, -1)
+        table["verify_chance"] = [
+            step.explored.get(names[i], step.verify_chance) for i in at
+        ]
+        if step.memory is not None:
+            table["flags"] |= np.where(step.memory[which], MEMORY, 0)
+        return requests

@@ -179,14 +179,21 @@ class StagedRows:
 
 
 class HostRows(StagedRows):
-    """The rows of one step on a CPU."""
+    """The rows of one step on a CPU.
 
-    def __init__(self, layout: RunLayout, stage: HostStage | None = None) -> None:
-        self._largest, self._stage = layout, stage
-        self.layout, self.host = (
-            layout,
-            torch.empty(layout.num_bytes, dtype=torch.uint8),
-        )
+    Its views are made once: each costs as much as the copy of a short step.
+    """
+
+    def __init__(self, layout: RunLayout, stage: HostStage) -> None:
+        self._stage, self._filled = stage, 0
+        width, rows = layout.hidden_size, layout.num_rows
+        features = torch.empty(rows, layout.num_aux * width, dtype=layout.dtype)
+        self._parts = list(features.split(width, dim=1))
+        self._features, self._hidden = wire_view(features), None
+        if layout.hidden:
+            self._parts.append(torch.empty(rows, width, dtype=layout.dtype))
+            self._hidden = wire_view(self._parts[-1])
+        self._topk: TopRows | None = None
 
     def fill(
         self,
@@ -196,13 +203,32 @@ class HostRows(StagedRows):
         topk: TopRows | None = None,
     ) -> None:
         """Copy rows of a step; the arguments are those of `HostStage.fill`."""
-        layout = self._largest.of(rows, topk)
-        self.layout, (_, host) = layout, self._held()
-        layout.fill(host, aux, hidden, torch.from_numpy(rows), topk)
+        n = self._filled = len(rows)
+        self._topk = topk
+        first, last = int(rows[0]), int(rows[-1])
+        together = last - first == n - 1
+        for out, part in zip(self._parts, (*aux, hidden), strict=False):
+            if together:
+                out[:n].copy_(part[first : last + 1])
+            else:
+                out[:n].copy_(part.index_select(0, torch.from_numpy(rows)))
+
+    @property
+    def features(self) -> np.ndarray:
+        return self._features[: self._filled]
+
+    @property
+    def hidden(self) -> np.ndarray | None:
+        return None if self._hidden is None else self._hidden[: self._filled]
+
+    @property
+    def topk(self) -> TopK | None:
+        top = self._topk
+        return top and (top[0].numpy(), top[1].numpy(), top[2].numpy())
 
     def release(self) -> None:
-        if self._stage is not None:
-            self._stage.give_back(self)
+        self._topk = None
+        self._stage.give_back(self)
 
 
 class HostStage:

@@ -169,10 +169,12 @@ def landed_step(
     given = [spec.get(name, ()) for name in names]
     drafts = np.array([len(tokens) for tokens in given], np.int32)
     padding = np.array([sum(t < 0 for t in tokens) for tokens in given], np.int32)
-    emitted = np.array([len(tokens) for tokens in sampled], np.int32)
-    tokens = np.zeros((n, max(emitted.max(initial=1), 1)), np.int32)
-    for row, committed in zip(tokens, sampled, strict=True):
-        row[: len(committed)] = committed
+    counts = [len(tokens) for tokens in sampled]
+    width = max(counts, default=1) or 1
+    filled = [
+        [*tokens, *[0] * (width - count)]
+        for tokens, count in zip(sampled, counts, strict=True)
+    ]
     return Step(
         req_ids=names,
         bounds=runner.query_start_loc.np[: n + 1],
@@ -183,7 +185,7 @@ def landed_step(
         version=version,
         steps=1,  # a request may wait with its drafts while none are made
         start=batch.num_computed_tokens_cpu[:n],
-        emitted=emitted,
-        sampled=tokens,
+        emitted=np.array(counts, np.int32),
+        sampled=np.array(filled, np.int32).reshape(n, width),
         token_ids=runner.input_ids.np,
     )

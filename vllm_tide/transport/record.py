@@ -313,14 +313,8 @@ def tenant_of(body: np.ndarray) -> int:
 
 
 def _check_counts(phase: int, n: int, num_accepted: int, teacher_start: int) -> None:
-    if not sound_counts(phase, n, num_accepted, teacher_start):
+    known = phase in (_PREFILL, _VERIFY)
+    taught = 0 <= teacher_start <= n
+    accepted = num_accepted == n - 1 if phase == _PREFILL else 0 <= num_accepted < n
+    if not (known and taught and (n == 0 or accepted)):
         raise RecordError("phase, rows, num_accepted, teacher_start: contradictory")
-
-
-def sound_counts(phase: Any, n: Any, num_accepted: Any, teacher_start: Any) -> Any:
-    """True where counts fit each other: of one record, or arrays of several."""
-    prefill = (phase == _PREFILL) & (num_accepted == n - 1)
-    verify = (phase == _VERIFY) & (num_accepted >= 0) & (num_accepted < n)
-    known = (phase == _PREFILL) | (phase == _VERIFY)
-    taught = (teacher_start >= 0) & (teacher_start <= n)
-    return known & taught & ((n == 0) | prefill | verify)

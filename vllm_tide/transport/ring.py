@@ -223,12 +223,21 @@ class RingWriter:
         if (status == Status.TRUNCATED).any():
             self._disabled = "closed" if segment.closed else "truncated"
 
-    def count(self, frames: Frames) -> None:
-        for code in np.unique(frames.status).tolist():
-            rows = frames.metas["rows"][frames.status == code]
+    def count(self, frames: Frames) -> int:
+        """Count records by what became of them; returns the rows that were written."""
+        rows, status, written = frames.metas["rows"], frames.status, 0
+        if not status.any():
+            written = int(rows.sum())
+            self._count("", len(rows), written)
+            return written
+        for code in np.unique(status).tolist():
+            these = rows[status == code]
+            if code == Status.WRITTEN:
+                written = int(these.sum())
             if code != Status.SKIPPED:
                 reason = Status(code).name.lower() if code else ""
-                self._count(reason, len(rows), int(rows.sum()))
+                self._count(reason, len(these), int(these.sum()))
+        return written
 
     def heartbeat(self) -> None:
         """Say that the engine lives; for any thread."""
