@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <nmmintrin.h>
 #define TIDE_SSE42 1
 // To Clang the crc instructions are a feature of their own; not every GCC knows it.
@@ -122,7 +123,11 @@ uint32_t crc32c_table(uint32_t crc, const void* data, size_t size) {
 
 bool crc32c_is_hardware() {
 #if TIDE_SSE42
-  static const bool available = __builtin_cpu_supports("sse4.2");
+  // Not __builtin_cpu_supports: zig, which builds the wheels, answers no to that.
+  static const bool available = [] {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) != 0;
+  }();
   return available;
 #else
   return false;
