@@ -28,7 +28,5 @@ case ${LD_PRELOAD:-} in
 esac
 
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}" # GiB
-export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
-export VLLM_NO_USAGE_STATS="${VLLM_NO_USAGE_STATS:-1}"
 export PATH="$_tide_venv/bin:$PATH"
 unset _tide_venv _tide_preload _tide_library

@@ -15,5 +15,6 @@ export TIDE_VENV=${TIDE_VENV:-$here/.venv}
 }
 # shellcheck source=scripts/env.sh
 . "$here/scripts/env.sh"
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 exec "$TIDE_VENV/bin/python" -m tests.faults "$@"
