@@ -1,4 +1,4 @@
-"""The staging thread works on its rank's device, not on the one a thread begins on."""
+"""The staging thread works on its rank's device, and not before the first step."""
 
 from types import SimpleNamespace
 
@@ -20,3 +20,18 @@ def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):
     stager.start()
     stager._thread.join(timeout=30)
     assert done == ["cuda:3", "look"]
+
+
+def test_no_draft_is_copied_to_a_device_before_the_first_step(monkeypatch):
+    """A query of another thread ends the capture of a graph, and with it the server."""
+    uploads = []
+    room = SimpleNamespace(device="cuda:0", upload=uploads.append)
+    publication = SimpleNamespace(version=1, meta={}, tensors={})
+    segment = SimpleNamespace(latest_version=lambda: 1, read=lambda: publication)
+    contract = SimpleNamespace(check=lambda _: None)
+    stager = stage.Stager(segment, contract, room=room)
+    stager.check_now()
+    assert not uploads and stager.staged_version == 0
+    stager.serving = True
+    stager.check_now()
+    assert uploads == [{}] and stager.staged_version == 1

@@ -10,6 +10,7 @@ import torch
 
 from vllm_tide.capture.step import Step
 from vllm_tide.engine.steps import BUFFERS, StepLog
+from vllm_tide.engine.worker_v2 import WorkerTideV2
 
 K, REQS, ROWS = 3, 4, 16
 
@@ -172,3 +173,13 @@ def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
         log.fill(third, batch(), None, torch.zeros(REQS, K), torch.zeros(REQS, K))
     assert list(log.done(wait_for_next=False)) == [third]
     assert record(log).after_gap
+
+
+def test_what_has_landed_is_learnt_from_after_the_launch_of_a_step():
+    worker, taken = object.__new__(WorkerTideV2), []
+    worker._log = SimpleNamespace(begin=lambda ended: True)
+    worker._take_landed = lambda: taken.append(True)
+    worker._begin((), empty=False)
+    assert not taken
+    worker._begin((), empty=True)  # nothing is launched
+    assert taken

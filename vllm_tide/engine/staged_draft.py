@@ -269,6 +269,8 @@ class Stager:
         base: What changes of low rank are made whole with: the draft installed last
             that was not a fast one. None, or another than the one they were made from:
             they are refused.
+        serving: A real step has run. Before it graphs are captured, and a copy or a
+            query of another thread ends a capture: nothing is staged on a device.
         beat: Called at every look, so that an engine without requests, which makes no
             steps, still shows that it lives; None for nothing.
     """
@@ -292,6 +294,7 @@ class Stager:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.refused: Counter[str] = Counter()
+        self.serving = False
         self.beat: Callable[[], None] | None = None
         self.last_refused_version = 0
         self.last_refusal = ""
@@ -353,7 +356,7 @@ class Stager:
 
     def check_now(self) -> None:
         """Look once; called by the thread, and by tests."""
-        if self._room is not None and self._staged is not None:
+        if self._room is not None and (self._staged is not None or not self.serving):
             return  # the room holds one draft until it is installed
         version = self._segment.latest_version()
         if version == self._seen or version == 0:

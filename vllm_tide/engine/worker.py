@@ -207,6 +207,8 @@ class WorkerTide(Generic[C]):
             self._guard.always("forget", self.capture.forget, req_ids)
 
     def _between_steps(self, directive: StepDirective | None) -> None:
+        if self.swapper is not None:
+            self.swapper.stager.serving = True
         self._install_ordered(directive)
         if self._guard.retry() and self.capture is not None:
             self.capture.resume()

@@ -285,10 +285,10 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         start_predicting(self._worker, self.control, self._config.control)
 
     def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
-        if self._log.begin(ended):
-            self._take_landed(write=empty)
-        else:
+        if not self._log.begin(ended):
             self._forget(ended)
+        elif empty:
+            self._take_landed()
 
     def _open(self, batch: Any, *hidden: Any) -> None:
         """Before the draft, whose graphs may overwrite what the target's returned."""
@@ -322,10 +322,10 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._log.fill(step, batch, sampler_output, table, drafts)
         self._take_landed()
 
-    def _take_landed(self, write: bool = True) -> None:
+    def _take_landed(self) -> None:
         """Learn from what has landed and write it: on a CPU, this very step.
 
-        Writing takes up to a millisecond, and on a CPU several: not before a step was
+        That takes up to a millisecond, and on a CPU several: not before a step was
         launched, if there is one.
 
         With asynchronous scheduling a request's end is known one step late, so a step
@@ -337,7 +337,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             if step.memory is not None and self._leader:
                 names = [step.req_ids[i] for i in np.flatnonzero(step.memory)]
                 self._settled.append((step.number, names))
-        for step in self._log.done(wait_for_next=self._async) if write else ():
+        for step in self._log.done(wait_for_next=self._async):
             overrun = step.ended or ()
             if self.capture is not None:
                 skipped = overrun if self._async else ()
