@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_447,
     "doctor": 819,
     "draft": 2_993,
-    "engine": 6_389,
+    "engine": 6_393,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,

@@ -289,10 +289,14 @@ def worker(control):
     return tide
 
 
-def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(caplog):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
+    asynchronous, caplog
+):
     control = begun(trims=False)
     control.cut_on_device = True
     tide = worker(control)
+    tide._async = asynchronous
 
     def refuse(**upstream):
         if tide._runner.speculator.enable_adaptive_verification:

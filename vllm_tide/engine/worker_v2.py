@@ -186,8 +186,10 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             part.enable_adaptive_verification = False
         runner.speculator.acceptance_estimator = None
         if self.control is not None:
-            self.control.trims, self.control.cut_on_device = not self._async, False
-            if runner.device.type != "cpu":
+            on_host = runner.device.type == "cpu"
+            self.control.trims = on_host and not self._async
+            self.control.cut_on_device = False
+            if not on_host:
                 self.warm_up()
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -360,13 +362,15 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             runner.max_model_len,
             control,
             runner.num_speculative_steps,
-            trims=not (self._async or self._adaptive),
+            # On a GPU a step has not landed when its drafts are handed over.
+            trims=on_host and not (self._async or self._adaptive),
             clock=HostClock() if on_host else EventTimer(self.max_steps),
         )
         self.control.cut_on_device = self._adaptive
-        if control.verify and self._leader and self._async and not self._adaptive:
+        cuts = self._adaptive or self.control.trims
+        if control.verify and self._leader and not cuts:
             logger.info(
-                "vllm_tide: tide.control.verify: asynchronous scheduling gives a step "
-                "one length; only enable_adaptive_verification, which is off, cuts "
-                "each request's drafts on the device."
+                "vllm_tide: tide.control.verify: each step has one draft depth for all "
+                "requests; enable_adaptive_verification, which is off, would cut each "
+                "request's drafts on the device."
             )
