@@ -37,12 +37,12 @@ if [ -z "$which" ]; then
     which=subset
     [ ${#record[@]} = 0 ] && [ ${#groups[@]} = 0 ] || which=all
 fi
-state=0
-PYTHONPATH=$here "$python" -m vllm_tide.cli.main patch status || state=$?
+state=$(PYTHONPATH=$here "$python" -m vllm_tide.cli.main patch status) || :
+echo "$state"
 if [ ${#record[@]} -gt 0 ]; then
-    [ $state = 1 ] || die "a baseline is recorded on unpatched vLLM only"
+    [[ $state = absent:* ]] || die "a baseline is recorded on unpatched vLLM only"
 else
-    [ $state = 0 ] || die "vLLM is not patched: run 'vllm-tide patch apply'"
+    [[ $state = applied:* ]] || die "vLLM is not patched: run 'vllm-tide patch apply'"
 fi
 
 if [ -n "${TIDE_UPSTREAM_WORK:-}" ]; then

@@ -9,7 +9,7 @@ import pytest
 from vllm_tide.cli.config import example_names
 from vllm_tide.cli.main import main
 from vllm_tide.config import ConfigError, parse_tide
-from vllm_tide.speculative import read_json_object
+from vllm_tide.speculative import notes, read_json_object
 
 BAD_SECTIONS = [
     ([], "tide: must be an object like {}, got list."),
@@ -37,8 +37,13 @@ BAD_SECTIONS = [
     ),
     (
         {"train": {"device": "gpu"}},
-        "tide.train.device: String should match pattern '^(cpu|cuda(:[0-9]+)?)$', "
-        "got 'gpu'.",
+        "tide.train.device: must be cpu, cuda or cuda:N, got 'gpu'.",
+    ),
+    ({"train": {"loss": {}}}, "tide.train.loss: must have at least 1 entry, got {}."),
+    (
+        {"run_dir": "runs/x"},
+        "tide.run_dir: must be an absolute path, as each process has a folder it is "
+        "relative to, got 'runs/x'.",
     ),
     (
         {"capture": {"ring_mib": "big"}},
@@ -56,6 +61,57 @@ def test_bad_section_gets_one_sentence(section, sentence):
     with pytest.raises(ConfigError) as refused:
         parse_tide(section)
     assert str(refused.value) == sentence
+
+
+# Section, other keys of the file, the note on it.
+NOTED = [
+    (
+        {"preset": "control", "train": {"device": "cuda"}},
+        {},
+        "tide.train.device: has no effect: no request is captured (tide.capture).",
+    ),
+    (
+        {"control": {"policy": "static", "slo_tpot_ms": 50}},
+        {},
+        "tide.control.slo_tpot_ms: has no effect: tide.control.policy is 'static'.",
+    ),
+    (
+        {"capture": {"sample_rate": 0}},
+        {},
+        "tide.capture.sample_rate: 0 captures no request, so nothing is learnt.",
+    ),
+    (
+        {"preset": "observe", "test_time": {"memory": "ngram"}},
+        {},
+        "tide.test_time.memory: drafts from the requests' own text although "
+        "tide.preset is 'observe'.",
+    ),
+    ({"test_time": {"stride": 8}}, {}, "tide.test_time.adapt is 'off'."),
+    ({"capture": {"teacher_topk": 8}}, {}, "tide.capture.teacher is 'hidden'."),
+    ({"deploy": {"canary": False, "canary_requests": 9}}, {}, "deploy.canary is false"),
+    ({"swap": {"enabled": False}, "deploy": {"min_seconds": 9}}, {}, "swap.enabled is"),
+    ({"train": {"metrics_host": "::"}}, {}, "tide.train.metrics_port is 0."),
+    ({"spool": {"max_gib": 2}}, {}, "tide.spool.url is null."),
+    ({"fresh": {"draft_vocab_size": 99}}, {"model": "a/b"}, "model is not 'fresh'."),
+    ({"train": {"metrics_port": 8000}}, {}, "8000 is also the port of vllm serve"),
+    ({"spool": {"url": "s3://a:b@c"}}, {}, "tide.spool.url: has credentials"),
+    ({}, {"num_speculative_tokens": 99}, "num_speculative_tokens: 99 is more than"),
+]
+
+
+@pytest.mark.parametrize(("section", "keys", "note"), NOTED)
+def test_what_has_no_effect_or_is_odd_is_noted(section, keys, note, capsys):
+    whole = {"model": "fresh", "num_speculative_tokens": 3, "tide": section} | keys
+    assert main(["config", "check", json.dumps(whole)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("the inline JSON: fine.")
+    (line,) = said.err.splitlines()
+    assert line.startswith("note: ") and note in line and "b@c" not in line
+
+
+@pytest.mark.parametrize("preset", ["full", "observe", "control", "learn"])
+def test_a_preset_alone_is_not_noted(preset):
+    assert list(notes(parse_tide({"preset": preset}))) == []
 
 
 def parts(tide):

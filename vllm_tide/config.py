@@ -7,11 +7,13 @@ says what was probably meant. Runs in every process; imports neither torch nor v
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +23,7 @@ from pydantic import (
 )
 
 MIB = 1 << 20
+DEVICE, PRINTABLE = r"^(cpu|cuda(:[0-9]+)?)$", r"^[ -~]+$"
 LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
 
 
@@ -36,6 +39,14 @@ def _whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_whole)]
 # YAML reads a bare `off` as false.
 _YAML_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+
+
+def _absolute(path: str) -> str:
+    if not os.path.isabs(path):
+        raise ValueError(
+            "must be an absolute path, as each process has a folder it is relative to"
+        )
+    return path
 
 
 _CREDENTIALS = re.compile(r"(?<=://)([^/\s]*:\S*|[^/\s]*)@|\?\S+")
@@ -84,7 +95,7 @@ class TrainConfig(_Section):
     autostart: bool = Field(
         True, description="Start and stop `vllm-tide train` with a capturing server."
     )
-    device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = Field(
+    device: Annotated[str, Field(pattern=DEVICE)] = Field(
         "cpu", description="Trainer's device: `cpu`, `cuda` or `cuda:N` (ROCm too)."
     )
     gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -312,7 +323,7 @@ class TideConfig(_Section):
         "capture and reports only; `control` no capture and no learning; `learn` "
         "everything at a static length.",
     )
-    run_dir: str | None = Field(
+    run_dir: Annotated[str, AfterValidator(_absolute)] | None = Field(
         None,
         description="Directory (mode 0700) where server and trainer find each other; "
         "null means $TIDE_RUN_DIR, else a per-user directory.",
@@ -342,13 +353,27 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     return list(getattr(root, "model_fields", {}))
 
 
+_WORDS = {
+    "string_pattern_mismatch": "must be {words}",
+    "too_short": "must have at least {min_length} entry",
+    "value_error": "{error}",
+}
+"""Where pydantic's own sentence is none for an operator."""
+_PATTERNS = {DEVICE: "cpu, cuda or cuda:N", PRINTABLE: "printable ASCII"}
+
+
 def explained(error: ValidationError, model: Any) -> Iterator[str]:
     """A sentence for each of pydantic's errors about a model."""
     start = "tide." if model is TideConfig else ""
     for found in error.errors():
         loc = tuple(part for part in found["loc"] if part != "[key]")
         knob = start + ".".join(map(str, loc))
-        said = f"{found['msg']}, got {found.get('input')!r:.200}."
+        facts = found.get("ctx", {})
+        facts["words"] = _PATTERNS.get(facts.get("pattern", ""))
+        text = _WORDS.get(found["type"], "{msg}").format(msg=found["msg"], **facts)
+        said = f"{text}, got {found.get('input')!r:.200}."
+        if found["type"] == "missing":
+            said = "missing."
         if found["type"] == "extra_forbidden" or len(loc) < len(found["loc"]):
             known = _known_keys(model, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1)

@@ -15,7 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.config import ConfigError, parse_tide
+from vllm_tide.config import (
+    ConfigError,
+    TideConfig,
+    parse_tide,
+    without_credentials,
+)
 
 logger = logging.getLogger("vllm.tide")
 
@@ -73,6 +78,8 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
                 f"{where} cannot be read ({why}); give the path of a readable JSON or "
                 "YAML file, or inline JSON starting with '{'."
             ) from None
+    if not text.strip():
+        raise ConfigError(f"{where} is empty; give a JSON object.")
     try:
         if is_yaml:
             value = _yaml(text)
@@ -174,8 +181,10 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
         yield "num_speculative_tokens: missing; give the most tokens drafted, like 3."
     if whole and not (isinstance(model, str) and model):
         yield f"model: {MODEL_MISSING}"
-    elif whole and not may_be_model(str(model)):
-        yield f"model: no draft at {model!r}: {NO_MODEL}"
+    elif (whole or str(model).lower() == FRESH) and (
+        problem := model_problem(str(model))
+    ):
+        yield f"model: {problem}"
 
 
 def settle(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,12 +224,91 @@ def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, An
     return {**section, "control": {**control, "policy": "static"}}
 
 
-NO_MODEL = "neither a directory with config.json nor the name of a model on the hub."
-
-
-def may_be_model(name: str) -> bool:
-    """True if there is such a local model, or such a hub name (`fresh` looks so)."""
+def model_problem(name: str) -> str:
+    """What is wrong with a draft's name; empty for such a local model or hub name."""
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
-        return (path / "config.json").is_file()
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    try:
+        if path.is_dir():
+            (path / "config.json").read_bytes()
+            return ""
+    except PermissionError as error:
+        return f"{name!r} cannot be read ({error.strerror})."
+    except OSError:
+        pass
+    else:
+        if name.lower() == FRESH:
+            return "" if name == FRESH else f"{name!r}; did you mean {FRESH!r}?"
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+            return ""
+    return (
+        f"no draft at {name!r}: neither a directory with config.json nor the name of a "
+        "model on the hub."
+    )
+
+
+_MOST_TOKENS = 32
+
+
+def notes(
+    tide: TideConfig, tokens: int | None = None, model: object = None
+) -> Iterator[str]:
+    """Yield a sentence for each knob that has no effect, and for each odd value.
+
+    Args:
+        tokens: num_speculative_tokens.
+        model: The draft, where it is known.
+    """
+    for section, knobs, why in _without_effect(tide, model):
+        values = getattr(tide, section)
+        for knob in knobs or set(type(values).model_fields) - {"autostart"}:
+            if getattr(values, knob) != type(values).model_fields[knob].default:
+                yield f"tide.{section}.{knob}: has no effect: {why}."
+    if tide.capture.enabled and not tide.capture.sample_rate:
+        yield "tide.capture.sample_rate: 0 captures no request, so nothing is learnt."
+    if tide.preset == "observe" and tide.test_time.memory != "off":
+        yield (
+            "tide.test_time.memory: drafts from the requests' own text although "
+            "tide.preset is 'observe'."
+        )
+    if tide.train.metrics_port == 8000:
+        yield (
+            "tide.train.metrics_port: 8000 is also the port of vllm serve, unless "
+            "--port is given; choose another."
+        )
+    if (url := tide.spool.url) and url != without_credentials(url):
+        yield (
+            "tide.spool.url: has credentials or a query, which this file shows to "
+            "its readers; put them in fsspec's own configuration."
+        )
+    if isinstance(tokens, int) and tokens > _MOST_TOKENS:
+        yield (
+            f"num_speculative_tokens: {tokens} is more than a draft gets right; each "
+            "is a draft pass and a row of the KV cache. 3 to 8 are usual."
+        )
+
+
+def _without_effect(
+    tide: TideConfig, model: object
+) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield sections, their knobs (none: all of them) and why they have no effect."""
+    capture, policy = tide.capture, tide.control.policy
+    if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
+        for section in ("train", "schedule", "deploy"):
+            yield section, (), "no request is captured (tide.capture)"
+    elif not tide.swap.enabled:
+        yield "deploy", (), "tide.swap.enabled is false"
+    if policy in ("static", "threshold"):
+        knobs = ("slo_tpot_ms", "client_slo_tpot_ms", "min_gain", "probe_share")
+        yield "control", knobs, f"tide.control.policy is {policy!r}"
+    if tide.test_time.adapt == "off":
+        yield "test_time", ("stride", "min_tokens"), "tide.test_time.adapt is 'off'"
+    if capture.teacher == "hidden":
+        yield "capture", ("teacher_topk",), "tide.capture.teacher is 'hidden'"
+    if not tide.deploy.canary:
+        yield "deploy", ("canary_requests",), "tide.deploy.canary is false"
+    if not tide.train.metrics_port:
+        yield "train", ("metrics_host",), "tide.train.metrics_port is 0"
+    if tide.spool.url is None:
+        yield "spool", ("max_gib", "max_age_s"), "tide.spool.url is null"
+    if model not in (None, FRESH):
+        yield "fresh", ("draft_vocab_size",), f"model is not {FRESH!r}"

@@ -142,7 +142,7 @@ def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
     """Else one that outlived its trainer could not be ended."""
     run_dir = tmp_path / "run"
     where = ["--run-dir", str(run_dir)]
-    assert main(["pause", *where]) == 2 and not run_dir.exists()
+    assert main(["pause", *where]) == 1 and not run_dir.exists()
     announce(run_dir, state)
     assert main(["pause", *where]) == 0
     assert "paused (no trainer is running)" in capsys.readouterr().out

@@ -134,10 +134,10 @@ class World:
 
     def order(self, *words):
         """Give a command; its exit status. One that fails has to say why."""
-        err = io.StringIO()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = main([*words, "--run-dir", str(self.run_dir), "--timeout", "5"])
-        if status and not err.getvalue():
+        if status and not said.getvalue():
             self.wrong.append(f"{words} exited with {status} and said nothing")
         return status
 

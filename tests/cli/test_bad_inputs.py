@@ -28,6 +28,8 @@ FILES = {
     "binary.json": b"\xff\xfe\x00",
     "broken.json": b'{"tide": {}',
     "broken.yaml": b"tide: [",
+    "empty.json": b"\n",
+    "empty.yaml": b"",
     "no-tide.json": b'{"model": "fresh"}',
     "number-key.yaml": b"model: fresh\ntide: {1: 2}\n",
     "off.yaml": b"model: fresh\nnum_speculative_tokens: 3\ntide:\n"
@@ -40,19 +42,22 @@ CHECK = ["config", "check"]
 CASES = [
     ([], 2, "Say what the running trainers do"),
     (["doctr"], 2, "no command 'doctr'; did you mean 'doctor'?"),
-    (["config"], 2, "required: ACTION"),
+    (["config"], 2, "print a commented example"),
     (["config", "example", "adpt"], 2, "no example 'adpt'; known: adapt, "),
     ([*CHECK, "DIR"], 2, "'DIR' cannot be read (Is a directory)"),
     ([*CHECK, "DIR/array.json"], 2, "array.json' must hold a JSON object"),
     ([*CHECK, "DIR/binary.json"], 2, "binary.json' cannot be read (is not"),
     ([*CHECK, "DIR/broken.json"], 2, "is not valid JSON: Expecting ','"),
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),
+    ([*CHECK, "DIR/empty.json"], 2, "empty.json' is empty; give a JSON object"),
+    ([*CHECK, "DIR/empty.yaml"], 2, "empty.yaml' is empty; give a JSON object"),
     ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json' has no tide section"),
     ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is no text; put it in"),
     ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. vllm serve"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
     ([*CHECK, '{"tide"}'], 2, "the inline JSON is not valid JSON: "),
     ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": fine. vllm serve"),
+    ([*CHECK, inline(model="Fresh")], 2, "model: 'Fresh'; did you mean 'fresh'?"),
     ([*CHECK, inline(model="DIR/nope")], 2, "model: no draft at 'DIR/nope'"),
     (
         [*CHECK, inline(rejection_sample_method="synthetic")],
@@ -66,22 +71,31 @@ CASES = [
         1,
         "SERVER http://a..b:80  does not answer (UnicodeError)",
     ),
-    (["capture", "off", "--run-dir", "DIR/r"], 1, "error: no engine is in DIR/r now;"),
-    (["status", "--run-dir", "DIR/r"], 2, "no trainer is running in DIR/r: start "),
+    (["help"], 0, "vllm-tide top --url"),
+    (["help", "top"], 0, "seconds between two samples (default: 2.0)"),
+    (["nonsense"], 2, "error: no command 'nonsense'; see vllm-tide --help."),
+    (["compare", "a"], 2, "error: the following arguments are required: B; see 'vllm"),
+    (["capture", "on", "--run-dir", "DIR/r"], 1, "capture is on in DIR/r; 0 engines f"),
+    (["capture", "off", "--run-dir", "DIR/r"], 1, "error: no run directory DIR/r: not"),
+    (["status", "--run-dir", "DIR/r"], 1, "no trainer is running in DIR/r: start "),
     (["status", "--timeout", "0"], 2, "--timeout: '0' is no time to wait; give sec"),
     (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is no time to wait"),
     (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is no id of 64 "),
-    (["train", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: start the server"),
+    (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
-    (["export", "DIR/o", "--run-dir", "DIR/r"], 2, "no live engine in DIR/r: give --"),
+    (["export", "DIR/o", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: give --"),
     (
         ["export", "DIR/o", "--from", "/nonexist"],
         2,
         "error: /nonexist/config.json: cannot be read as JSON (No such file or dir",
     ),
     (["dashboards", "export", "/proc/x"], 2, "'/proc/x' cannot be written (No such"),
-    (["patch", "apply", "--target", "/nonexistent"], 5, "There is no vllm package in "),
+    (
+        ["patch", "apply", "--target", "/nonexistent"],
+        2,
+        "error: There is no vllm package in ",
+    ),
 ]
 
 
@@ -108,7 +122,7 @@ def test_a_bad_input_gets_one_sentence(case, tmp_path):
     assert (code, words) == (status, words), lines
     assert part.replace("DIR", str(tmp_path)) in "\n".join(lines)
     assert "Traceback" not in "".join(lines)
-    assert len(lines) == 1 or not words or words[0] == "top"
+    assert len(lines) == 1 or words in ([], ["config"]) or words[0] in ("top", "help")
 
 
 # Each in a process of its own: an import cannot be taken back.
@@ -125,7 +139,7 @@ sys.exit(main({words!r}))
     ("words", "status", "part"),
     [
         (["top", "--once", "--interval", "0.05"], 1, "TRAINER none seen"),
-        (["status"], 2, "no trainer is running"),
+        (["status"], 1, "no trainer is running"),
         (["train"], 2, "error: this command needs torch, which is not installed here"),
     ],
 )
@@ -141,6 +155,44 @@ def test_a_laptop_has_neither_torch_nor_vllm(words, status, part, tmp_path):
     assert done.returncode == status
     assert part in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_relative_run_directory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIDE_RUN_DIR", "rel")
+    for words in (["status"], ["top", "--once"], ["train"], ["pause"]):
+        status, (line,) = answered(words, tmp_path)
+        assert status == 2
+        assert line == "error: TIDE_RUN_DIR: 'rel' is relative; give an absolute path"
+
+
+def test_capture_off_where_nobody_is_there_is_set(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    status, (line,) = answered(["capture", "off", "--run-dir", str(run)], tmp_path)
+    assert status == 1
+    said = f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
+    assert line == said
+    words = ["capture", "off", "--json", "--run-dir", str(run)]
+    status, lines = answered(words, tmp_path)
+    assert json.loads("\n".join(lines))["engines"] == 0
+
+
+def test_the_version_names_vllm_and_its_patches(tmp_path):
+    status, (line,) = answered(["--version"], tmp_path)
+    assert status == 0
+    assert re.match(r"vllm-tide \S+, (vLLM \S+ \(\w+\), patches |no vLLM)", line)
+
+
+@pytest.mark.parametrize(
+    "words", [[*CHECK, inline()], ["patch", "status"]], ids=lambda words: words[0]
+)
+def test_json_is_a_flag_and_output_a_file(words, tmp_path):
+    _, lines = answered([*words, "--json"], tmp_path)
+    out = tmp_path / "out.json"
+    assert answered([*words, "--json", "--output", str(out)], tmp_path)[1] == []
+    assert json.loads(out.read_text()) == json.loads("\n".join(lines))
+    status, (line,) = answered([*words, "--output", "/dev/full"], tmp_path)
+    assert (status, line) == (2, "error: --output /dev/full: No space left on device.")
 
 
 @pytest.mark.slow

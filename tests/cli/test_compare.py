@@ -55,7 +55,8 @@ def test_a_faster_side_is_taken_and_a_slower_one_not(folder, tmp_path, capsys):
     a = folder("now", 1.0, 1.01, spec_decode_acceptance_length=2.0)
     b = folder("tide", 1.25, 1.26, spec_decode_acceptance_length=2.6)
     out = tmp_path / "out.json"
-    first, rest = compared(capsys, a, b, "--json", str(out))
+    first, rest = compared(capsys, a, b)
+    assert main(["compare", a, b, "--json", "--output", str(out)]) == 0
     assert first.startswith("tide serves 1.2") and first.endswith("use tide.")
     assert "Outputs are equal in 80 of 80 requests." in rest
     assert " better" in rest
@@ -203,7 +204,7 @@ def test_wrong_arguments(folder, tmp_path, capsys):
         ([str(tmp_path / "deep.json")], "cannot be read as JSON"),
         ([str(tmp_path / "empty")], "no JSON file there"),
         ([twice], "1.json: the same run is there twice; give it once."),
-        ([good, "--json", "/dev/full"], "/dev/full: No space left"),
+        ([good, "--output", "/dev/full"], "/dev/full: No space left"),
     ):
         assert main(["compare", good, *arguments]) == 2
         message = capsys.readouterr().err

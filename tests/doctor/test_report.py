@@ -1,19 +1,18 @@
 """What the whole says: exit codes, text for people, JSON for scripts."""
 
-import json
-
 import pytest
 
 from vllm_tide.doctor import machine
 from vllm_tide.doctor.run import (
     Status,
     Subject,
-    as_json,
     as_text,
+    coloured,
     examine,
     exit_code,
     failed,
     ok,
+    report,
     skipped,
     warning,
 )
@@ -29,14 +28,14 @@ BROKEN = failed("Does not work.", "Replace it.", "d")
     [
         ([FINE, LEFT], 0, 0),
         ([FINE, MEANT, LEFT], 0, 1),
-        ([MEANT, BROKEN, FINE], 2, 2),
+        ([MEANT, BROKEN, FINE], 1, 1),
         ([], 0, 0),
     ],
 )
 def test_the_worst_finding_gives_the_exit_code(findings, code, strict):
     assert exit_code(findings) == code
     assert exit_code(findings, strict=True) == strict
-    assert json.loads(as_json(findings, "1", code))["exit_code"] == code
+    assert report(findings, "1", code)["exit_code"] == code
 
 
 def test_text_says_what_to_do_and_keeps_to_the_width():
@@ -45,6 +44,12 @@ def test_text_says_what_to_do_and_keeps_to_the_width():
     assert max(map(len, text.splitlines())) <= 80
     assert "-> Replace it." in text
     assert text.splitlines()[-1] == "1 ok, 1 warning, 1 failed, 0 skipped"
+
+
+def test_a_terminal_shows_the_status_in_colour():
+    lines = coloured(as_text([FINE, BROKEN], columns=80)).splitlines()
+    assert lines[0].startswith("\x1b[32mok\x1b[0m ")
+    assert lines[1].startswith("\x1b[31mfailed\x1b[0m ") and "\x1b" not in lines[-1]
 
 
 def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch, tmp_path):

@@ -62,6 +62,14 @@ def test_the_last_cached_block_is_kept_unless_said_otherwise(
     assert config.get("disable_eagle_block_drop") is dropped
 
 
+def test_a_run_directory_that_cannot_be_written_ends_the_start(target, tmp_path):
+    (tmp_path / "file").write_text("")
+    run_dir = str(tmp_path / "file" / "run")
+    config = {"model": "x/y", "num_speculative_tokens": 3, "tide": {"run_dir": run_dir}}
+    said = refusal(config, target)
+    assert said.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
+
+
 CASES = [
     (
         {"hidden_size": 128},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_tide.cli import fail, write_json
+from vllm_tide.cli import add_output, emit, fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="how you serve now")
     add("b", type=Path, metavar="B", help="how you might serve")
-    add("--json", type=Path, metavar="OUT", help="write the figures, too")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,4 @@ def run(args: argparse.Namespace) -> int:
         result = compare(read_side(args.a), read_side(args.b), names)
     except ConfigError as error:
         return fail(error)
-    # Half a character, in a name or a model_id, cannot be written.
-    text = "\n".join(lines(result)).encode("utf-8", "backslashreplace")
-    print(text.decode("utf-8"))
-    return write_json(args.json, result)
+    return emit(args, "\n".join(lines(result)), result)

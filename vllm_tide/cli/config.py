@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vllm_tide.cli import fail
+from vllm_tide.cli import EXIT_ERROR, add_output, emit, fail
 from vllm_tide.config import TideConfig
 from vllm_tide.doctor.run import make_subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     example = actions.add_parser("example", help="print a commented example")
     example.add_argument("name", nargs="?", help="leave it out to list the names")
     check = actions.add_parser("check", help="check a file without starting a server")
     check.add_argument("file", help="JSON, YAML (vLLM's --config too), or inline JSON")
+    add_output(check)
     actions.add_parser("reference", help="print every knob as a Markdown table")
 
 
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "example":
         return _example(args.name)
     if args.action == "check":
-        return _check(args.file)
+        return _check(args)
     print(*reference(), sep="\n")
     return 0
 
@@ -50,11 +52,22 @@ def _example(name: str | None) -> int:
     return 0
 
 
-def _check(file: str) -> int:
-    if mistakes := make_subject(file, None, Path()).error:
-        return max(map(fail, mistakes.splitlines()))
-    print(f"{file}: fine. vllm serve checks its own keys, and draft against target.")
-    return 0
+def _check(args: argparse.Namespace) -> int:
+    subject = make_subject(args.file, None, Path())
+    errors = subject.error.splitlines()
+    noted = list(subject.notes)
+    for note in noted:
+        print(f"note: {note}", file=sys.stderr)
+    if not args.json:
+        for error in errors:
+            fail(error)
+    inline = args.file.lstrip().startswith("{")
+    name = "the inline JSON" if inline else args.file
+    text = f"{name}: fine. vllm serve checks its own keys, and draft against target."
+    report = {"errors": errors, "notes": noted}
+    if errors and not args.json:
+        return EXIT_ERROR
+    return emit(args, text, report) or EXIT_ERROR * bool(errors)
 
 
 def reference() -> Iterator[str]:

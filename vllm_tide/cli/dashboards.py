@@ -10,7 +10,7 @@ from vllm_tide.dashboards import FORMATS, RUNBOOKS, exported
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     export = actions.add_parser("export", help="write them to a directory")
     add = export.add_argument
     add("directory", type=Path, metavar="DIR", help="made if missing")
@@ -32,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.runbooks or any(sign in args.runbooks for sign in " \t\n#'\""):
         return fail(f"--runbooks {args.runbooks!r} is no address without an anchor.")
     folder, texts = args.directory, exported(args.format, args.runbooks)
-    there = [name for name in texts if (folder / name).exists()]
-    if there and not args.force:
-        name = str(folder / there[0])
-        return fail(f"{name!r} exists; give --force to overwrite it.")
     try:
+        there = [name for name in texts if (folder / name).exists()]
+        if there and not args.force:
+            name = str(folder / there[0])
+            return fail(f"{name!r} exists; give --force to overwrite it.")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")

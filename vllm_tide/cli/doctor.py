@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
+
+from vllm_tide.cli import EXIT_ERROR, add_output, emit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,26 +16,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "device and spool. Changes nothing, loads no weights, fetches nothing."
     )
     parser.epilog = (
-        "Exit status: 0 nothing failed (1 with --strict, where there are warnings), 2 "
-        "something failed. Checks that do not apply are skipped."
+        "Exit status: 0 nothing failed; 1 something did, or with --strict there are "
+        "warnings; 2 the configuration is wrong. Checks that do not apply are skipped."
     )
     add = parser.add_argument
     text = "what --speculative-config would be given: JSON or YAML, or inline JSON"
     add("--config", metavar="FILE", help=text)
     text = "the target, to compare the draft with (a few seconds more)"
     add("--model", metavar="TARGET", help=text)
-    text = "by default the configuration's, else the usual"
-    add("--run-dir", type=Path, help=text)
-    add("--json", action="store_true", help="print JSON")
+    text = "run directory (default: the configuration's, $TIDE_RUN_DIR, the user's)"
+    add("--run-dir", type=Path, metavar="DIR", help=text)
+    add_output(parser)
     add("--strict", action="store_true", help="exit 1 on warnings")
 
 
 def run(args: argparse.Namespace) -> int:
     from vllm_tide.cli.main import version
-    from vllm_tide.doctor.run import as_json, as_text, examine, exit_code, make_subject
+    from vllm_tide.doctor.run import (
+        as_text,
+        coloured,
+        examine,
+        exit_code,
+        make_subject,
+        report,
+    )
 
     subject = make_subject(args.config, args.model, args.run_dir)
     findings = list(examine(subject))
     code = exit_code(findings, strict=args.strict)
-    print(as_json(findings, version(), code) if args.json else as_text(findings))
-    return code
+    if subject.error:
+        code = EXIT_ERROR
+    text = as_text(findings)
+    if sys.stdout.isatty() and args.output is None and "NO_COLOR" not in os.environ:
+        text = coloured(text)
+    return emit(args, text, report(findings, version(), code)) or code

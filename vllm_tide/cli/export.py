@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_tide.cli import fail
+from vllm_tide.cli import add_run_dir, fail
 from vllm_tide.config import ConfigError
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
@@ -38,19 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="must be empty")
-    text = "hf: for --speculative-config; speculators: `vllm serve DIR` (default)"
+    text = "hf: for --speculative-config; speculators: `vllm serve DIR`"
     forms = ("hf", "speculators")
     add("--format", choices=forms, default="speculators", help=text)
     source = parser.add_mutually_exclusive_group().add_argument
-    source("--engine", help="id of a running engine")
+    source("--engine", metavar="ID", help="of a running engine (default: the newest)")
     text = "draft directory of either form"
-    source("--from", dest="source", type=Path, help=text)
+    source("--from", dest="source", type=Path, metavar="DIR", help=text)
     text = "drafts kept by a trainer; the newest good one"
-    add("--state-dir", type=Path, help=text)
-    add("--run-dir", type=Path, help="where engines announce themselves")
-    add("--target", help="hub name, written down, or directory")
+    add("--state-dir", type=Path, metavar="DIR", help=text)
+    add_run_dir(parser)
+    add("--target", metavar="NAME", help="hub name, written down, or directory")
     text = "draft length written down"
-    add("--num-speculative-tokens", type=int, help=text)
+    add("--num-speculative-tokens", type=int, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,22 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from vllm_tide import patching
+from vllm_tide.cli import EXIT_NO, add_output, emit, fail
 from vllm_tide.patching import Manifest, PatchError, PatchState, Reader, Status
-
-EXIT_CODES = {
-    PatchState.APPLIED: 0,
-    PatchState.ABSENT: 1,
-    PatchState.STALE: 3,
-    PatchState.FOREIGN: 4,
-}
-EXIT_ERROR = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in (
         ("apply", "Install the series (nothing happens if it is installed)."),
-        ("status", "Say absent, applied, stale or foreign (exit 1, 0, 3, 4)."),
+        ("status", "Say absent, applied, stale or foreign; exit 0 if applied, else 1."),
         ("revert", "Restore the original files byte for byte."),
         ("check", "Check the series itself: clean apply, manifest, size."),
     ):
@@ -34,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = "site-packages folder with vllm in it (default: this Python's)"
         folder("--target", help=text)
         folder("--patches", help="patch folder (default: own)")
+        if name == "status":
+            add_output(action)
     text = (
         "folder with a pristine vllm package; repeat for each form of it (default: the "
         "target, with its saved originals)"
@@ -49,15 +44,17 @@ def run(args: argparse.Namespace) -> int:
             return _check(args)
         result: Status = getattr(patching, args.action)(args.target, args.patches)
     except PatchError as error:
-        print(f"vllm-tide patch {args.action}: {error}", file=sys.stderr)
-        return EXIT_ERROR
-    print(f"{result.state}: {result.sentence}")
-    if args.action == "revert" and result.state is PatchState.ABSENT:
-        return 0
+        return fail(error)
+    lines = [f"{result.state}: {result.sentence}"]
     if result.state in (PatchState.STALE, PatchState.FOREIGN):
-        for path, kind in result.files.items():
-            print(f"  {kind:12} {path}")
-    return EXIT_CODES[result.state]
+        lines += [f"  {kind:12} {path}" for path, kind in result.files.items()]
+    if args.action == "status":
+        facts = {"state": result.state, "sentence": result.sentence}
+        status = emit(args, "\n".join(lines), facts | {"files": result.files})
+        return status or EXIT_NO * (result.state is not PatchState.APPLIED)
+    print(*lines, sep="\n")
+    done = PatchState.ABSENT if args.action == "revert" else PatchState.APPLIED
+    return EXIT_NO * (result.state is not done)
 
 
 def _check(args: argparse.Namespace) -> int:

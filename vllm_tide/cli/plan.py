@@ -6,9 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_tide.cli import fail, write_json
-
-NOT_TO_TRAIN = 3
+from vllm_tide.cli import EXIT_NO, add_output, emit, fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,14 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with one that is trained on accelerators of its own, on a share of one that "
         "serves, or on some that serve again once it has learnt."
     )
-    parser.epilog = "Exit status: 0 train, 3 do not, 2 an input is wrong."
+    parser.epilog = "Exit status: 0 train, 1 do not, 2 an input is wrong."
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cluster", type=Path, metavar="FILE", help="see --example")
     what.add_argument("--example", action="store_true", help="print a cluster file")
     text = "compare with the numbers that the TIDE paper prints"
     what.add_argument("--paper-check", action="store_true", help=text)
-    text = "write the plan as JSON, too"
-    parser.add_argument("--json", type=Path, metavar="OUT", help=text)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,9 +38,8 @@ def run(args: argparse.Namespace) -> int:
         plan = Plan(read_cluster(args.cluster))
     except ConfigError as error:
         return fail(error)
-    print(*text(plan), sep="\n")
-    status = write_json(args.json, plan.to_json())
-    return status if status or plan.train else NOT_TO_TRAIN
+    status = emit(args, "\n".join(text(plan)), plan.to_json())
+    return status if status or plan.train else EXIT_NO
 
 
 def _paper_check() -> int:

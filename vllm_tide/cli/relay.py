@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_tide.cli import LOG_FORMAT, fail
+from vllm_tide.cli import LOG_FORMAT, add_run_dir, fail
 from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
 from vllm_tide.transport import process
 from vllm_tide.transport.purge import announce_relay, retract_relay
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = f"directory or fsspec URL; else ${SPOOL_VARIABLE}, else the engine's "
     text += "tide.spool.url, which is announced without credentials"
-    add("--spool", help=text)
-    add("--engine", help="engine id; the newest engine by default")
-    add("--run-dir", type=Path, help="where the engine announced itself")
+    add("--spool", metavar="URL", help=text)
+    add("--engine", metavar="ID", help="(default: the newest engine)")
+    add_run_dir(parser)
     text = "wait for an engine, again when it dies"
     add("--wait", action="store_true", help=text)
 

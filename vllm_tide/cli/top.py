@@ -9,7 +9,8 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
+
+from vllm_tide.cli import EXIT_NO, add_run_dir, fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "interval. Exit status of --once: 0, or 1 when nobody is there."
     )
     add = parser.add_argument
-    text = "where engines on this host announced themselves"
-    add("--run-dir", type=Path, help=text)
-    text = "server whose /metrics is read (http://localhost:8000); repeatable"
+    add_run_dir(parser)
+    text = "server whose /metrics is read, like http://localhost:8000; repeatable"
     add("--url", action="append", type=_address, default=[], help=text)
-    text = "seconds between two samples (2)"
+    text = "seconds between two samples"
     add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
     text = "sample twice, an interval apart, print one plain screen and exit"
     add("--once", action="store_true", help=text)
@@ -37,9 +37,15 @@ def run(args: argparse.Namespace) -> int:
     from vllm_tide.top.collect import Sampler
     from vllm_tide.top.figures import is_empty, make_picture
     from vllm_tide.top.view import plain, watch
-    from vllm_tide.transport.rendezvous import default_run_dir
+    from vllm_tide.transport.rendezvous import default_run_dir, require_readable
+    from vllm_tide.transport.shm import TransportError
 
-    sampler = Sampler(args.run_dir or default_run_dir(), args.url)
+    try:
+        run_dir = args.run_dir or default_run_dir()
+        require_readable(run_dir)
+    except TransportError as error:
+        return fail(error)
+    sampler = Sampler(run_dir, args.url)
     with contextlib.suppress(KeyboardInterrupt):
         capable = os.environ.get("TERM", "dumb") != "dumb" and sys.stdout.isatty()
         if capable and not (args.once or args.json):
@@ -52,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             told = json.dumps(picture) if args.json else plain(picture)
             print(told, flush=True)
             if args.once:
-                return 1 if is_empty(picture) else 0
+                return EXIT_NO if is_empty(picture) else 0
     return 0
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_tide.cli import LOG_FORMAT, fail
+from vllm_tide.cli import EXIT_NO, LOG_FORMAT, add_run_dir, fail
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.speculative import read_json_object
 
@@ -24,12 +24,14 @@ POLL_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", help="JSON file or text: overrides the engine's")
-    add("--engine", help="only this engine or group; else all that fit")
-    text = "where engines on this host announced themselves"
-    add("--run-dir", type=Path, help=text)
-    add("--spool", help="directory or fsspec URL that `vllm-tide relay` writes to")
-    add("--reader", default="trainer", help="name of this trainer in the spool")
+    text = "JSON file or text: overrides the engine's"
+    add("--config", metavar="FILE", help=text)
+    add("--engine", metavar="ID", help="only this engine or group; else all that fit")
+    add_run_dir(parser)
+    text = "directory or fsspec URL that `vllm-tide relay` writes to"
+    add("--spool", metavar="URL", help=text)
+    text = "name of this trainer in the spool"
+    add("--reader", default="trainer", metavar="NAME", help=text)
     add("--once", action="store_true", help="end after one cycle")
     text = "wait for an engine, again when it dies"
     add("--wait", action="store_true", help=text)
@@ -112,7 +114,7 @@ def _lead(
                 f"--once: training is paused in {run_dir}, so no cycle was done; give "
                 "`vllm-tide resume`"
             )
-            return 1
+            return EXIT_NO
         # Other ranks were told to end: torchrun starts them all anew.
         wait = args.wait and ranks is None and not sidecar.stopping
         if not (wait and state == "engine_gone"):
@@ -147,6 +149,7 @@ def _find(
     from vllm_tide.train.distributed import BEAT_S, beat
     from vllm_tide.transport.feed_spool import FIRST_SCAN_S
     from vllm_tide.transport.feeds import open_feeds
+    from vllm_tide.transport.rendezvous import NobodyThere
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
@@ -164,7 +167,9 @@ def _find(
             which = f"engine {args.engine!r}" if args.engine else "engine"
             none = f"no live {which} in {place}: start the server with a "
             hint = "tide section, or give --run-dir, or --wait"
-            raise TransportError(why or none + hint)
+            if why:
+                raise TransportError(why)
+            raise NobodyThere(none + hint)
         if ranks is not None and time.monotonic() - spoken >= BEAT_S:
             beat(ranks)
             spoken = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -14,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_tide.cli import fail
+from vllm_tide.cli import EXIT_NO, add_output, add_run_dir, emit, fail
 from vllm_tide.transport import purge
 from vllm_tide.transport.admin import NoTrainer, ask_all
 from vllm_tide.transport.rendezvous import (
+    NobodyThere,
     default_run_dir,
     prepare_run_dir,
     read_manifests,
+    require_readable,
     state_dirs,
 )
 from vllm_tide.transport.shm import TransportError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Counts = dict[purge.Keeper, Counter[str]]
 
-EXIT_REFUSED, EXIT_ERROR = 1, 2
 MOST_SECONDS = 86400
 POLL_S = 0.2
 EPILOGS = {
@@ -44,7 +44,7 @@ EPILOGS = {
     "is judged after `resume`. The pause outlives a restart and a reboot, and needs no "
     "trainer.",
     "capture": "They follow within a second, with or without a trainer, and so do "
-    "those that start later. Exit status: 0, or 1 when no engine is there.",
+    "those that start later. Exit status: 0, or 1 when no engine is there to follow.",
 }
 TENANT = "of this tenant (vllm_xargs: tide_tenant)"
 TENANT_ID = """the same by id, for a trainer on another host: the id is printed by
@@ -63,18 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         whose("--tenant", metavar="NAME", help=TENANT)
         whose("--tenant-id", metavar="HEX", help=TENANT_ID)
         whose("--all", action="store_true", help="everybody's")
-    add("--run-dir", type=Path, help="run directory of the engines")
+    add_run_dir(parser)
     if name in ("purge", "capture", "rollback"):
-        add("--state-dir", help=STATE_DIR)
+        add("--state-dir", metavar="DIR", help=STATE_DIR)
     if name == "purge":
-        add("--spool", help=SPOOL)
+        add("--spool", metavar="URL", help=SPOOL)
     default = 60.0 if name == "purge" else 30.0
     text = "seconds to wait for the answers"
-    add("--timeout", type=_seconds, default=default, help=text)
+    add("--timeout", type=_seconds, default=default, metavar="SECONDS", help=text)
+    add_output(parser)
     if name == "capture":
         add("wanted", choices=("on", "off"), metavar="on|off")
     if name == "status":
-        add("--json", action="store_true", help="all figures, as JSON")
         add("--probe", action="store_true", help=PROBE)
 
 
@@ -90,17 +90,16 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a command; 1 when a trainer refused or was silent, 2 when none is there."""
-    run_dir = args.run_dir or default_run_dir()
+    """Runs a command; 1 when a trainer refused or was silent, or none is there."""
     runners = {"status": _status, "capture": _switch_capture, "purge": _purge}
     runners |= {"rollback": _roll_back, "pause": _pause, "resume": _pause}
     try:
-        if runner := runners.get(args.command):
-            return runner(args, run_dir)
-        return _ask_trainers(run_dir, args, _outcome)
+        run_dir = args.run_dir or default_run_dir()
+        require_readable(run_dir)
+        return runners[args.command](args, run_dir)
     except TransportError as error:
         status = fail(error)
-        if getattr(args, "probe", False) and _no_engine(run_dir):
+        if getattr(args, "probe", False) and _no_engine(args.run_dir):
             print("no engine is there either: a trainer would be waiting for one")
             return 0
         return status
@@ -110,12 +109,24 @@ def _ask_trainers(
     run_dir: Path, args: argparse.Namespace, words: Callable[[Any], str]
 ) -> int:
     answers = ask_all(run_dir, {"do": args.command}, args.timeout)
-    for name, answer in sorted(answers.items()):
-        if answer.get("ok"):
-            print(f"{name}: {words(answer)}")
-        else:
-            print(f"{name}: error: {answer.get('error')}", file=sys.stderr)
-    return 0 if all(a.get("ok") for a in answers.values()) else EXIT_REFUSED
+    return _answered(args, answers, words)
+
+
+def _answered(
+    args: argparse.Namespace,
+    answers: dict[str, dict[str, Any]],
+    words: Callable[[Any], str],
+) -> int:
+    """Print what trainers or engines answered, by name, as text or JSON."""
+    good = {name: answer for name, answer in sorted(answers.items()) if answer["ok"]}
+    for name in sorted(answers.keys() - good.keys()):
+        fail(f"{name}: {answers[name].get('error')}")
+    lines = [f"{name}: {words(answer)}" for name, answer in good.items()]
+    status = 0
+    if lines or args.json:
+        values = {name: a.get("status", a) for name, a in answers.items()}
+        status = emit(args, "\n".join(lines), values)
+    return status or EXIT_NO * (len(good) < len(answers))
 
 
 def _outcome(answer: dict[str, Any]) -> str:
@@ -135,8 +146,6 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
 
     def words(answer: dict[str, Any]) -> str:
         status = answer["status"]
-        if args.json:
-            return json.dumps(status, sort_keys=True)
         waiting = f", waits for {why}" if (why := status["waiting_for"]) else ""
         decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
         engines = len(status["engines"])
@@ -164,17 +173,18 @@ def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
     from vllm_tide.deploy.rollback import roll_back
     from vllm_tide.draft.config import DraftError
 
-    status = 0
+    answers: dict[str, dict[str, Any]] = {}
     for manifest in read_manifests(run_dir):
+        name = f"engine {manifest.engine_id}"
         kept = args.state_dir or manifest.tide.get("train", {}).get("state_dir")
         folder = Path(kept).expanduser() if kept else run_dir / "heads"
         try:
-            done = _outcome(roll_back(manifest, folder))
-            print(f"engine {manifest.engine_id}: {done} (no trainer is running)")
+            answers[name] = {"ok": True, **roll_back(manifest, folder)}
         except (DraftError, TransportError) as error:
-            print(f"engine {manifest.engine_id}: error: {error}", file=sys.stderr)
-            status = EXIT_REFUSED
-    return status
+            answers[name] = {"ok": False, "error": str(error)}
+    return _answered(
+        args, answers, lambda answer: f"{_outcome(answer)} (no trainer is running)"
+    )
 
 
 def _pause(args: argparse.Namespace, run_dir: Path) -> int:
@@ -188,8 +198,8 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     was, on = switch.on, args.command == "pause"
     why = switch.set(on)
     answer = {"was_paused": was, "paused": on} | ({"note": why} if why else {})
-    print(f"{_outcome(answer)} (no trainer is running)")
-    return EXIT_REFUSED if why else 0
+    status = emit(args, f"{_outcome(answer)} (no trainer is running)", answer)
+    return status or EXIT_NO * bool(why)
 
 
 def _require_engines_alone(
@@ -207,9 +217,9 @@ def _require_engines_alone(
         raise error
 
 
-def _no_engine(run_dir: Path) -> bool:
+def _no_engine(run_dir: Path | None) -> bool:
     try:
-        return not read_manifests(run_dir)
+        return not read_manifests(run_dir or default_run_dir())
     except TransportError:  # the directory is another user's: no trainer runs there
         return False
 
@@ -226,15 +236,20 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
             raise TransportError(why)
         lasts = "capture is off, but that may not outlive a reboot: set"
         print(f"{lasts} tide.train.state_dir ({why})", file=sys.stderr)
+    if not there and off:
+        return fail(
+            NobodyThere(f"no run directory {run_dir}: nothing is set; give --run-dir")
+        )
     said = f"capture is {args.wanted} in {run_dir}"
     if not off and switches_on(folders):
         said += ", but paused: `vllm-tide resume`"
-    if count := there and len(read_manifests(run_dir)):
-        print(f"{said}; {count} {'engines follow' if count > 1 else 'engine follows'}")
-        return 0
-    none = f"no engine is in {run_dir} now; give the server's --run-dir"
-    print(f"error: {none}{f' ({said})' if there else ''}", file=sys.stderr)
-    return EXIT_REFUSED
+    count = len(read_manifests(run_dir))
+    follow = "engine follows" if count == 1 else "engines follow"
+    said += f"; {count} {follow}"
+    if not count:
+        said += ": is it the server's --run-dir?"
+    value = {"capture": args.wanted, "run_dir": str(run_dir), "engines": count}
+    return emit(args, said, value) or EXIT_NO * (not count)
 
 
 def _state_dirs(args: argparse.Namespace, run_dir: Path) -> list[str | None]:
@@ -256,26 +271,32 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
         )
     store = None if args.spool is None else open_store(args.spool)
     tenant = _tenant(args, run_dir, store)
-    print(f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}")
+    lines = [
+        f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}"
+    ]
     counts: Counts = {}
+    removed = 0
     missing = _ask_keepers(run_dir, tenant, args, counts)
     if store is not None:
         # Everything: clocks of two hosts may differ.
         before = math.inf if tenant is None else None
         removed = purge_records(store, tenant=tenant, before_unix=before)
-        print(f"spool: removed {removed} shards")
+        lines.append(f"spool: removed {removed} shards")
         if not missing and any(keeper.kind == "trainer" for keeper in counts):
             missing = _ask_keepers(run_dir, tenant, args, counts)
     for keeper, found in sorted(counts.items()):
         said = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
-        print(f"{keeper}: removed {said or 'nothing'}")
-    if missing:
-        print(missing, file=sys.stderr)
-        return EXIT_REFUSED
-    if all(keeper.kind == "relay" for keeper in counts):
+        lines.append(f"{keeper}: removed {said or 'nothing'}")
+    if not missing and all(keeper.kind == "relay" for keeper in counts):
         which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
-        print(f"next, where a trainer reads the spool: vllm-tide purge {which}")
-    return 0
+        lines.append(f"next, where a trainer reads the spool: vllm-tide purge {which}")
+    done = {str(keeper): dict(found) for keeper, found in counts.items()}
+    value = {"removed": done, "spool_shards": removed, "missing": missing}
+    status = emit(args, "\n".join(lines), value)
+    if missing:
+        fail(missing)
+        return EXIT_NO
+    return status
 
 
 def _ask_keepers(

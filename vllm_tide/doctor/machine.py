@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
 
 from vllm_tide.config import MIB, CaptureConfig
@@ -22,9 +24,13 @@ _SPOOL = "Correct tide.spool.url, its access rights or the network."
 
 
 def can_be_made(path: Path) -> bool:
-    """Return whether this user could make a directory that does not exist yet."""
-    parent = _nearest_existing(path)
-    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
+    """Return whether this user can write in a directory, made if it is missing.
+
+    A mode says little, as of /proc to root: a file without a name is written there.
+    """
+    with suppress(OSError), TemporaryFile(dir=_nearest_existing(path)):
+        return True
+    return False
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -134,7 +140,7 @@ def run_directory(subject: Subject) -> Finding:
             f"{run_dir} has mode {mode:04o} and not 0700: no server starts there.",
             f"{_ELSEWHERE} If nothing else is in it: chmod 700 {run_dir}.",
         )
-    if not os.access(run_dir, os.W_OK | os.X_OK):
+    if not can_be_made(run_dir):
         return failed(f"{run_dir} cannot be written.", _ELSEWHERE)
     return ok(f"{run_dir}, mode 0700, ours.")
 
@@ -158,11 +164,7 @@ def state_directory(subject: Subject) -> Finding:
     """Check the place of the last good draft and the checkpoints."""
     chosen = subject.tide.train.state_dir
     folder = Path(chosen).expanduser() if chosen else subject.run_dir / "heads"
-    if folder.is_dir():
-        usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
-    else:
-        usable = not folder.exists() and can_be_made(folder)
-    if not usable:
+    if not can_be_made(folder):
         return failed(
             f"{folder} cannot be written.",
             "Set tide.train.state_dir to a directory on a disk.",

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_tide.config import ConfigError
-from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped
+from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 
 if TYPE_CHECKING:
     from vllm_tide.draft.config import Eagle3Config
@@ -118,6 +118,8 @@ def configuration(subject: Subject) -> Iterator[Finding]:
         capture = tide.capture
         ring = f"ring {capture.ring_mib} MiB" if capture.enabled else "no capture"
         swaps = "" if tide.swap.enabled else ", no swaps"
+        for note in subject.notes:
+            yield warning(note, "Take it out, or change what it depends on.")
         yield ok(
             f"Valid: control {tide.control.policy}, {ring}, trainer {trainer}{swaps}."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 import textwrap
 from collections import Counter
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
-from vllm_tide.speculative import mistakes, read_json_object
+from vllm_tide.speculative import mistakes, notes, read_json_object
 
 # Functions by their module of this package, in the order of the report. A module is
 # imported with its first check, so that a broken installation hides no other module.
@@ -75,6 +75,12 @@ class Subject:
     def draft(self) -> str | None:
         name = self.speculative.get("model")
         return name if isinstance(name, str) and name else None
+
+    @property
+    def notes(self) -> Iterable[str]:
+        """Sentences on what has no effect, or is odd."""
+        tokens = self.speculative.get("num_speculative_tokens")
+        return notes(self.tide, tokens, self.draft) if self.usable else ()
 
     @property
     def revision(self) -> str | None:
@@ -143,10 +149,14 @@ def examine(subject: Subject, checks: Iterable[str] = CHECKS) -> Iterator[Findin
             module = import_module(f"vllm_tide.doctor.{CHECKS[name]}")
             yield from getattr(module, name)(subject)
         except Exception as error:  # noqa: BLE001 - must not hide the other checks
+            if isinstance(error, PermissionError):
+                said = f"{error.filename} cannot be read ({error.strerror})."
+                advice = "Run this as the server's user, or give that user the right."
+                yield failed(said, advice, name.replace("_", " "))
+                continue
             yield failed(
                 f"Cannot be examined ({type(error).__name__}: {error}).",
-                "Repair the installation (scripts/install.sh) and look again; if the "
-                "rest is fine, report this.",
+                "Install vllm_tide again; if the rest is fine, report this.",
                 name=name.replace("_", " "),
             )
 
@@ -159,19 +169,19 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
-    """Return 2 if something failed, 1 for warnings if `strict`."""
-    return {Status.FAILED: 2, Status.WARNING: int(strict)}.get(worst(findings), 0)
+    """Return 1 if something failed, or for warnings if `strict`."""
+    return {Status.FAILED: 1, Status.WARNING: int(strict)}.get(worst(findings), 0)
 
 
-def as_json(findings: Sequence[Finding], version: str, code: int) -> str:
+def report(findings: Sequence[Finding], version: str, code: int) -> dict[str, Any]:
+    """Return what `--json` prints."""
     fields = ("name", "status", "sentence", "advice")
-    report = {
+    return {
         "status": worst(findings),
         "exit_code": code,
         "vllm_tide": version,
         "checks": [{key: getattr(f, key) for key in fields} for f in findings],
     }
-    return json.dumps(report, indent=1)
 
 
 def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
@@ -194,3 +204,15 @@ def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
     counts = Counter(finding.status for finding in findings)
     lines.append(", ".join(f"{counts[status]} {status}" for status in Status))
     return "\n".join(lines)
+
+
+_COLOURS = {Status.OK: 32, Status.WARNING: 33, Status.FAILED: 31, Status.SKIPPED: 2}
+
+
+def coloured(text: str) -> str:
+    """Colour the status at the begin of each line of `as_text`."""
+
+    def paint(word: re.Match[str]) -> str:
+        return f"\x1b[{_COLOURS[Status(word[0])]}m{word[0]}\x1b[0m"
+
+    return re.sub(rf"^({'|'.join(Status)})\b", paint, text, flags=re.MULTILINE)

@@ -159,6 +159,7 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         return
     _refuse(mistakes(config))
     tide = parse_tide(section)
+    _check_run_dir(tide)
     model = config.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model: {MODEL_MISSING}")
@@ -186,6 +187,18 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     # prompt, also while nothing is drafted. `observe` changes nothing that is served.
     if tide.preset != "observe":
         config.setdefault("disable_eagle_block_drop", True)
+
+
+def _check_run_dir(tide: TideConfig) -> None:
+    """See that the server can write its run directory; a full one ends no start."""
+    from vllm_tide.transport.rendezvous import default_run_dir, is_full, require_room
+    from vllm_tide.transport.shm import TransportError
+
+    try:
+        require_room(Path(tide.run_dir or default_run_dir()))
+    except TransportError as error:
+        if not is_full(error):
+            raise ConfigError(f"tide.run_dir: {error}.") from None
 
 
 def check_device(device: str, *, v2: bool) -> None:

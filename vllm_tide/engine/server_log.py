@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.speculative import notes
 
 logger = logging.getLogger("vllm.tide")
 
@@ -26,6 +27,8 @@ def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
             "" if capture.salted else " and have no cache_salt",
             " and to tide.spool.url" if config.spool.url else "",
         )
+    for note in notes(config, longest):
+        logger.warning("vllm_tide: %s", note)
     logger.info(
         "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s.",
         run_dir,

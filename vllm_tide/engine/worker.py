@@ -232,7 +232,7 @@ class WorkerTide(Generic[C]):
             rendezvous.reclaim_orphans(self._run_dir)
             rendezvous.require_room(self._run_dir)
         except TransportError as error:
-            if getattr(error.__cause__, "errno", None) not in rendezvous.NO_ROOM:
+            if not rendezvous.is_full(error):
                 raise
             self._losses["run_dir_full"] = 1
             logger.error(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_tide.config import ConfigError, TrainConfig, Whole, explained
+from vllm_tide.config import PRINTABLE, ConfigError, TrainConfig, Whole, explained
 from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
 
 _HOUR = 3600.0
@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 class ClassFile(_Strict):
     """One class of accelerator; rates and the price are those of one accelerator."""
 
-    name: Annotated[str, Field(pattern=r"^[ -~]+$")]
+    name: Annotated[str, Field(pattern=PRINTABLE)]
     count: Annotated[Whole, Field(ge=0, le=100_000)]
     serve_tokens_per_s: Rate
     train_tokens_per_s: Rate = 0.0

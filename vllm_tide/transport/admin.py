@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.rendezvous import prepare_run_dir
+from vllm_tide.transport.rendezvous import NobodyThere, prepare_run_dir
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.admin")
@@ -40,7 +40,7 @@ _STAGED_S = 60.0
 Answer = dict[str, Any]
 
 
-class NoTrainer(TransportError):
+class NoTrainer(NobodyThere):
     """No trainer runs in a run directory."""
 
 

@@ -92,8 +92,22 @@ class EngineManifest:
         return Holder(self.pid, self.pid_start, self.pid_namespace).alive()
 
 
+class NobodyThere(TransportError):
+    """No engine or no trainer runs in a run directory."""
+
+    exit_status = 1  # of a command: an answer, not a mistake
+
+
 def default_run_dir() -> Path:
+    """Return `$TIDE_RUN_DIR`, else a directory of the user.
+
+    Raises:
+        TransportError: `$TIDE_RUN_DIR` is relative: each process has another folder.
+    """
     if chosen := os.environ.get(RUN_DIR_VARIABLE):
+        if not os.path.isabs(chosen):
+            said = f"{RUN_DIR_VARIABLE}: {chosen!r} is relative; give an absolute path"
+            raise TransportError(said)
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "vllm_tide"
@@ -129,11 +143,29 @@ def prepare_run_dir(run_dir: Path) -> Path:
     return run_dir
 
 
+def require_readable(run_dir: Path) -> None:
+    """See that a command can read what is in a run directory, if there is one.
+
+    Raises:
+        TransportError: It is not this user's, or not readable.
+    """
+    try:
+        with os.scandir(run_dir):
+            pass
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise TransportError(
+            f"run directory {run_dir} cannot be read ({error.strerror}); run this as "
+            "the server's user, or give its --run-dir"
+        ) from None
+
+
 def require_room(run_dir: Path) -> None:
     """See that a start can write there all it has to.
 
     Raises:
-        TransportError: It cannot; of a full one the cause has an errno of `NO_ROOM`.
+        TransportError: It cannot; `is_full` tells of a full one.
     """
     path = prepare_run_dir(run_dir) / ".room"
     try:
@@ -143,6 +175,11 @@ def require_room(run_dir: Path) -> None:
         raise TransportError(said) from error
     finally:
         path.unlink(missing_ok=True)
+
+
+def is_full(error: TransportError) -> bool:
+    """Return whether a run directory had no room left."""
+    return getattr(error.__cause__, "errno", None) in NO_ROOM
 
 
 def write_private(path: Path, *parts: bytes | str, durable: bool = False) -> None:
@@ -315,12 +352,12 @@ def newest_engine(
     """The engine of this id, or the one announced last; None if there is none.
 
     Raises:
-        TransportError: There is none, and a hint.
+        NobodyThere: There is none, and a hint.
     """
     found = [m for m in read_manifests(run_dir) if engine_id in (None, m.engine_id)]
     if not found and hint:
         which = f"engine {engine_id!r}" if engine_id else "engine"
-        raise TransportError(f"no live {which} in {run_dir}: {hint}")
+        raise NobodyThere(f"no live {which} in {run_dir}: {hint}")
     return found[-1] if found else None
 
 
