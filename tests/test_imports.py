@@ -20,7 +20,7 @@ LAYERS = {
     "patching": 0,
     "dashboards": 0,
     "examples": 0,
-    "metrics": 0,
+    "metrics": 1,
     "_shm": 0,
     "tracing": 0,
     "transport": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
@@ -97,10 +98,30 @@ def test_a_trainers_page_is_what_it_was():
 
 def test_the_reference_has_every_metric_once():
     table = "\n".join(metrics.reference())
-    for metric in (*metrics.ENGINE, *metrics.TRAINER):
+    for metric in (metrics.INFO, *metrics.ENGINE, *metrics.TRAINER):
         assert table.count(f"| {metric.text} |") == 1, metric
         (first, *_) = samples_of(metric)
         assert (
             table.count(f"| `{first.removesuffix('_bucket')}` | {metric.kind} |") == 1
         )
-    assert len(table.splitlines()) == 2 + len(metrics.ENGINE) + len(metrics.TRAINER)
+    assert len(table.splitlines()) == 3 + len(metrics.ENGINE) + len(metrics.TRAINER)
+
+
+def test_a_unit_ends_a_name():
+    for metric in (*metrics.ENGINE, *metrics.TRAINER):
+        for unit in ("seconds", "bytes", "ratio"):
+            parts = metric.name.split("_")
+            assert unit not in parts[:-1] or parts[-1] in ("ratio",), metric.name
+
+
+def test_what_runs_is_one_metric():
+    tide = {"preset": "control", "control": {"policy": "threshold"}}
+    speculative = SimpleNamespace(tide=tide, num_speculative_tokens=5)
+    metrics.make_prometheus(speculative, {0: ["m", "0"]})
+    labels = {"model_name": "m", "engine": "0", "preset": "control", "k": "5"}
+    labels |= {
+        "policy": "threshold",
+        "vllm": metrics.installed_version(*metrics.DISTRIBUTIONS),
+    }
+    labels |= {"version": metrics.installed_version("vllm-tide")}
+    assert REGISTRY.get_sample_value("vllm_tide:info", labels) == 1

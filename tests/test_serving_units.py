@@ -362,7 +362,7 @@ def test_totals_become_counters_and_a_restart_counts_on():
     assert sample("vllm_tide:dropped_rows_total", reason="ring_full") == 2
     assert sample("vllm_tide:draft_version") == 4
     assert sample("vllm_tide:swap_seconds_count") == 1
-    assert sample("vllm_tide:swap_seconds_max") == 0.02
+    assert sample("vllm_tide:longest_swap_seconds") == 0.02
     observe(rows=3)
     observe(rows=5)
     assert sample("vllm_tide:captured_rows_total") == 30

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from vllm_tide.config import parse_tide
+from vllm_tide.patching import DISTRIBUTIONS, installed_version
 
 PREFIX = "vllm_tide:"
 LABELS = ("model_name", "engine")
@@ -175,8 +179,9 @@ ENGINE = (
         "time_error",
     ),
     _gauge(
-        "calibration_error",
+        "calibration_error_ratio",
         "Expected calibration error of acceptance probabilities (decayed mean).",
+        "calibration_error",
     ),
     Metric(
         "histogram",
@@ -184,8 +189,8 @@ ENGINE = (
         "Time a swap held up the engine (seconds).",
         "swap_seconds",
     ),
-    _gauge("swap_seconds_last", "Duration of the newest swap (seconds)."),
-    _gauge("swap_seconds_max", "Longest swap so far (seconds)."),
+    _gauge("last_swap_seconds", "Duration of the newest swap (seconds)."),
+    _gauge("longest_swap_seconds", "Longest swap so far (seconds)."),
 )
 TRAINER = (
     _counter("trainer_cycles", "Training cycles finished.", "cycles"),
@@ -240,7 +245,7 @@ TRAINER = (
         "adaptation.gain",
     ),
     _gauge(
-        "trainer_packing_waste",
+        "trainer_packing_waste_ratio",
         "Share of batch rows that stayed empty (0 to 1).",
         "packing_waste",
     ),
@@ -267,8 +272,17 @@ TRAINER = (
     ),
 )
 
+INFO_LABELS = ("version", "vllm", "policy", "preset", "k")
+INFO = Metric(
+    "gauge",
+    "info",
+    "Always 1: version of vllm_tide and of vLLM, tide.control.policy, tide.preset, "
+    "num_speculative_tokens.",
+    "info",
+)
+
 # There is no sample before there is a value.
-ABSENT_AT_FIRST = ("capture_on", "swap_seconds_last", "swap_seconds_max")
+ABSENT_AT_FIRST = ("capture_on", "last_swap_seconds", "longest_swap_seconds")
 
 
 def increments(stats: dict[str, Any], seen: dict[Any, float]) -> dict[str, Any]:
@@ -303,7 +317,15 @@ def make_prometheus(
     """Metrics of all engines of this server, or None when `tide` is not configured."""
     if speculative_config is None or speculative_config.tide is None:
         return None
-    return TideProm(per_engine_labelvalues)
+    tide = parse_tide(speculative_config.tide)
+    facts = {
+        "version": installed_version("vllm-tide"),
+        "vllm": installed_version(*DISTRIBUTIONS),
+        "policy": tide.control.policy,
+        "preset": tide.preset,
+        "k": str(speculative_config.num_speculative_tokens),
+    }
+    return TideProm(per_engine_labelvalues, facts)
 
 
 class TideProm:
@@ -311,9 +333,14 @@ class TideProm:
 
     Args:
         per_engine_labelvalues: Engine index to [model_name, engine].
+        facts: Values of `INFO_LABELS`; empty: there is no such metric.
     """
 
-    def __init__(self, per_engine_labelvalues: dict[int, list[object]]) -> None:
+    def __init__(
+        self,
+        per_engine_labelvalues: dict[int, list[object]],
+        facts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         _unregister()
         self._labels = {
             index: [str(value) for value in values]
@@ -325,6 +352,12 @@ class TideProm:
             if not metric.label and metric.name not in ABSENT_AT_FIRST:
                 for labels in self._labels.values():
                     collector.labels(*labels)
+        if facts:
+            text, names = INFO.text, (*LABELS, *INFO_LABELS)
+            info = Gauge(PREFIX + INFO.name, text, names, multiprocess_mode="max")
+            values = [facts[name] for name in INFO_LABELS]
+            for labels in self._labels.values():
+                info.labels(*labels, *values).set(1)
 
     def observe(self, stats: dict[str, Any], engine: int = 0) -> None:
         """Takes one report of :func:`increments` and values."""
@@ -333,7 +366,7 @@ class TideProm:
             longest = max(*seconds, self._longest.get(engine, 0.0))
             self._longest[engine] = longest
             last = seconds[-1]
-            stats = stats | {"swap_seconds_last": last, "swap_seconds_max": longest}
+            stats = stats | {"last_swap_seconds": last, "longest_swap_seconds": longest}
         for metric, collector in self._made:
             value = stats.get(metric.source)
             if value is None:
@@ -368,7 +401,7 @@ def _collector(metric: Metric) -> Any:
     if metric.kind == "histogram":
         buckets = ACCEPTED_BUCKETS if metric.label else SWAP_BUCKETS
         return Histogram(name, metric.text, labels, buckets=buckets)
-    mode: Any = "max" if name.endswith("_max") else "mostrecent"
+    mode: Any = "max" if metric.name.startswith("longest") else "mostrecent"
     return Gauge(name, metric.text, LABELS, multiprocess_mode=mode)
 
 
@@ -390,13 +423,15 @@ def finite(value: Any) -> Any:
     return value
 
 
-def reference(metrics: Iterable[Metric] = (*ENGINE, *TRAINER)) -> list[str]:
+def reference(metrics: Iterable[Metric] = (INFO, *ENGINE, *TRAINER)) -> list[str]:
     """Lines of a Markdown table."""
     lines = [
         "| metric | type | further labels | meaning |",
         "| --- | --- | --- | --- |",
     ]
     for kind, name, text, _, label in metrics:
+        further = [label] if label else list(INFO_LABELS) if name == "info" else []
+        labels = ", ".join(f"`{each}`" for each in further)
         full = f"{PREFIX}{name}{'_total' if kind == 'counter' else ''}"
-        lines.append(f"| `{full}` | {kind} | {label and f'`{label}`'} | {text} |")
+        lines.append(f"| `{full}` | {kind} | {labels} | {text} |")
     return lines

@@ -50,6 +50,14 @@ class PatchError(RuntimeError):
     """The patch set cannot do what was asked; the message is one sentence for users."""
 
 
+def installed_version(*names: str) -> str:
+    """Return the version of the first of these distributions that is installed."""
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "unknown"
+
+
 class PatchState(StrEnum):
     """State of an installed vLLM, judged by the hashes of its files."""
 

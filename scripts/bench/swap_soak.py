@@ -145,7 +145,7 @@ async def soak(
         "acceptance_length": acceptance_length([(first, last)]),
         "swaps": int(last.value("vllm_tide:swaps") - first.value("vllm_tide:swaps")),
         "refused": last.by_label("vllm_tide:refused_drafts", "reason"),
-        "max_s": last.value("vllm_tide:swap_seconds_max"),
+        "max_s": last.value("vllm_tide:longest_swap_seconds"),
         "mean_s": last.value("vllm_tide:swap_seconds_sum")
         / max(1.0, last.value("vllm_tide:swap_seconds_count")),
         "memory_mib": {

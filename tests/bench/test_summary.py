@@ -74,7 +74,7 @@ def test_swaps_missed_between_samples_fall_back_to_the_histogram():
         ("vllm_tide:swap_seconds_bucket", (("le", "0.005"),)): 2.0,
         ("vllm_tide:swap_seconds_bucket", (("le", "+Inf"),)): 3.0,
     }
-    last = scrape(1, swaps_total=3, swap_seconds_last=0.001, swap_seconds_max=0.02)
+    last = scrape(1, swaps_total=3, last_swap_seconds=0.001, longest_swap_seconds=0.02)
     assert swap_figures([scrape(0), scrape(1)])["pause_ms_p50"] is None
     assert swap_figures([])["count"] == 0
     figures = swap_figures([scrape(0, swaps_total=0), Scrape(1, last.values | buckets)])
@@ -84,7 +84,7 @@ def test_swaps_missed_between_samples_fall_back_to_the_histogram():
 
 
 def test_a_sound_run_has_no_problem():
-    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    last = {"swaps_total": 1, "captured_rows_total": 9, "last_swap_seconds": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     report = build_report(runs, [], {"target_dtype": "float32"})
     assert problems(report, runs) == []
@@ -99,7 +99,7 @@ def test_a_sound_run_has_no_problem():
 
 
 def test_a_phase_in_which_control_chose_depth_0_is_sound():
-    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    last = {"swaps_total": 1, "captured_rows_total": 9, "last_swap_seconds": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     before = runs["tide"].segments[0]
     before.end = before.start  # nothing was drafted
@@ -144,7 +144,7 @@ def test_what_makes_a_run_unsound_is_said():
 @pytest.mark.slow
 def test_the_picture_shows_every_arm(tmp_path):
     pytest.importorskip("matplotlib")
-    last = {"swaps_total": 1, "captured_rows_total": 9, "swap_seconds_last": 0.001}
+    last = {"swaps_total": 1, "captured_rows_total": 9, "last_swap_seconds": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     stream = {"domains": ["math", "sql"], "counts": [2, 2]}
     report = build_report(runs, [], {"stream": stream})

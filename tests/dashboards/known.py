@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.dashboards.promql import metrics_in
-from vllm_tide.metrics import ENGINE, PREFIX, TRAINER, Metric
+from vllm_tide.metrics import ENGINE, INFO, PREFIX, TRAINER, Metric
 
 # vLLM 0.32: attribute that makes a metric -> endings of its samples
 _ENDINGS = {
@@ -27,7 +27,7 @@ def samples_of(metric: Metric) -> list[str]:
 
 
 def of_serving() -> set[str]:
-    return {name for metric in ENGINE for name in samples_of(metric)}
+    return {name for metric in (INFO, *ENGINE) for name in samples_of(metric)}
 
 
 def of_training() -> set[str]:

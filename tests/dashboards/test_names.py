@@ -24,3 +24,5 @@ def test_trainer_keeps_the_colon_of_its_names():
     name = "vllm_tide:trainer_last_publication_timestamp_seconds"
     assert f'\n{name}{{model_name="m"}} 7.5\n' in text
     assert "\nvllm_tide_" not in text
+    assert "\nprocess_resident_memory_bytes " in text
+    assert "\nprocess_cpu_seconds_total " in text

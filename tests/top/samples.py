@@ -33,7 +33,7 @@ GAUGES = {
     "vllm_tide:ring_used_bytes": 32 << 20,
     "vllm_tide:ring_capacity_bytes": 256 << 20,
     "vllm_tide:ring_consumer_alive": 1,
-    "vllm_tide:swap_seconds_last": 0.0109,
+    "vllm_tide:last_swap_seconds": 0.0109,
 }
 # Totals ten seconds later.
 LATER = {

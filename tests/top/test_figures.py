@@ -79,7 +79,7 @@ def test_the_names_are_those_that_the_server_exports():
     assert figures["captured_rows_per_s"] == 5
     assert figures["dropped_rows_per_s"] == {"ring_full": 0.5}
     assert (figures["draft_depth"], figures["off_share"]) == (2, 0.1)
-    assert (figures["swap_seconds_last"], figures["speed"]) == (0.01, 1.5)
+    assert (figures["last_swap_seconds"], figures["speed"]) == (0.01, 1.5)
     assert figures["refused_drafts"] == {"norm": 1}
     assert figures["faults"] == {"capture": 2}
     assert (figures["ring_used_bytes"], figures["ring_capacity_bytes"]) == (1024, 4096)

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_tide.cli.main import version
     from vllm_tide.doctor.run import (
         as_text,
         coloured,
@@ -40,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         make_subject,
         report,
     )
+    from vllm_tide.patching import installed_version
 
     subject = make_subject(args.config, args.model, args.run_dir)
     findings = list(examine(subject))
@@ -49,4 +49,5 @@ def run(args: argparse.Namespace) -> int:
     text = as_text(findings)
     if sys.stdout.isatty() and args.output is None and "NO_COLOR" not in os.environ:
         text = coloured(text)
-    return emit(args, text, report(findings, version(), code)) or code
+    value = report(findings, installed_version("vllm-tide"), code)
+    return emit(args, text, value) or code

@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
 from vllm_tide.cli import EXIT_ERROR, Parser, fail
 
@@ -108,23 +108,17 @@ def _main(argv: Sequence[str] | None) -> int:
     return int(args.run(args))
 
 
-def version() -> str:
-    try:
-        return metadata.version("vllm-tide")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def versions() -> str:
     """Return the versions of this package and of vLLM, and the state of its patches."""
     from vllm_tide.doctor.install import patch_state, vllm_device, vllm_distribution
+    from vllm_tide.patching import installed_version
 
-    vllm = vllm_distribution()
+    own, vllm = installed_version("vllm-tide"), vllm_distribution()
     if vllm is None:
-        return f"vllm-tide {version()}, no vLLM"
+        return f"vllm-tide {own}, no vLLM"
     state = patch_state()
     return (
-        f"vllm-tide {version()}, vLLM {vllm.version} ({vllm_device() or 'unknown'}), "
+        f"vllm-tide {own}, vLLM {vllm.version} ({vllm_device() or 'unknown'}), "
         f"patches {'applied' if state.status == 'ok' else state.sentence}"
     )
 

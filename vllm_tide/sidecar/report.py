@@ -23,7 +23,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -266,6 +266,7 @@ def open_metrics(
     if not port:
         return
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)  # memory, core time
     registry.register(StatusCollector(status))
     try:
         server = MetricsServer(host, port)

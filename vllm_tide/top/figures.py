@@ -30,7 +30,7 @@ _SUMS = named("""
 """)
 _LARGEST = named("""
     draft_version=vllm_tide:draft_version
-    swap_seconds_last=vllm_tide:swap_seconds_last
+    last_swap_seconds=vllm_tide:last_swap_seconds
 """)
 _PER_SECOND = named("""
     tokens_per_s=vllm:generation_tokens_total

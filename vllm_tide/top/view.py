@@ -43,7 +43,7 @@ _TIDE = {
     "control": "|{speed:.2f} times plain decoding|, no draft in {off_share:.0%} of "
     "steps",
     "draft": "version {draft_version:.0f} served, {swaps:.0f} swaps"
-    "|, last pause {swap_seconds_last:ms} ms"
+    "|, last pause {last_swap_seconds:ms} ms"
     "|[yellow]; refused: {refused_drafts:.0f}[/]",
     "ring": _RING,
     "capture": "|{captured_rows_per_s:.1f} rows/s"

@@ -23,6 +23,8 @@ WAITING = "vllm:num_requests_waiting"
 GENERATED = "vllm:generation_tokens"
 SWAPS = "vllm_tide:swaps"
 SWAP_SECONDS = "vllm_tide:swap_seconds"
+LAST_SWAP = "vllm_tide:last_swap_seconds"
+LONGEST_SWAP = "vllm_tide:longest_swap_seconds"
 DRAFT_VERSION = "vllm_tide:draft_version"
 _KEPT_PREFIXES = (
     "vllm_tide:",

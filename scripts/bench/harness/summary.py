@@ -21,6 +21,8 @@ from bench.harness.common import rounded
 from bench.harness.scrape import (
     ACCEPTED,
     DRAFTS,
+    LAST_SWAP,
+    LONGEST_SWAP,
     SWAP_SECONDS,
     SWAPS,
     Scrape,
@@ -119,7 +121,7 @@ def _rates(parts: Sequence[SegmentRun]) -> dict[str, float | None]:
 def swap_pauses_s(samples: Sequence[Scrape]) -> list[float] | None:
     """Each swap's pause in seconds, or None if some were not seen singly.
 
-    The gauge `swap_seconds_last` names the latest pause, so a pause is known
+    The gauge `last_swap_seconds` names the latest pause, so a pause is known
     exactly when the counter grew by one between two samples.
     """
     pauses: list[float] = []
@@ -128,7 +130,7 @@ def swap_pauses_s(samples: Sequence[Scrape]) -> list[float] | None:
         if grown > 1:
             return None
         if grown == 1:
-            pauses.append(after.value(SWAP_SECONDS + "_last"))
+            pauses.append(after.value(LAST_SWAP))
     return pauses
 
 
@@ -151,10 +153,10 @@ def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
         p50, longest = statistics.median(pauses), max(pauses)
     else:
         p50 = bucket_quantile(last.buckets(SWAP_SECONDS), 0.5)
-        longest = last.value(SWAP_SECONDS + "_max")
+        longest = last.value(LONGEST_SWAP)
     # The server's own maximum covers what fell between two samples.
     if longest is not None:
-        longest = max(longest, last.value(SWAP_SECONDS + "_max"))
+        longest = max(longest, last.value(LONGEST_SWAP))
     return {
         "count": count,
         "pause_ms_p50": rounded(None if p50 is None else 1e3 * p50, 3),
