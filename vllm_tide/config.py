@@ -429,3 +429,9 @@ def parse_tide(section: Any) -> TideConfig:
     if why := _why_not_adapt(tide):
         raise ConfigError(f"tide.test_time.adapt: {why}")
     return tide
+
+
+def trainer_wanted(config: TideConfig) -> bool:
+    """True if a server with this configuration starts a trainer, or a relay."""
+    trains = config.train.autostart and config.capture.enabled
+    return trains or config.spool.url is not None

@@ -13,6 +13,7 @@ import torch
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import parse_tide
+from vllm_tide.engine.server_log import ServerLog
 from vllm_tide.engine.worker import with_topk_of
 from vllm_tide.engine.worker_v1 import WorkerTideV1
 from vllm_tide.transport.rendezvous import plain
@@ -47,7 +48,7 @@ def reporting(stats):
     tide = object.__new__(WorkerTideV1)
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
-    tide._losses = Counter()
+    tide._losses, tide._server_log = Counter(), ServerLog()
     tide._reported = tide._sent_staged = 0
     tide._draft_since, tide._group = 0.0, None
     tide.control = SimpleNamespace(stats=stats, faults=Counter(), end=lambda: None)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.transport.samples import make_record, write_record
 from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
+from vllm_tide.cli import EXIT_ERROR, EXIT_NO
 from vllm_tide.cli import trainer as command
 from vllm_tide.transport import RingReader
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
@@ -126,10 +127,10 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     relay.close()
     engine.close()
     (state / "tenants.key").unlink()
-    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_ERROR
+    assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
     assert "no engine has named tenants" in capsys.readouterr().err
     now = tenant_key(run_dir)
-    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_ERROR
+    assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == 1
     assert "the tenants' key is another one" in said.err
@@ -137,13 +138,13 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
     # The same where only a trainer's buffers hold such data.
     run_dir.mkdir(mode=0o700, exist_ok=True)
-    assert call(run_dir, "--tenant", "acme") == command.EXIT_REFUSED
+    assert call(run_dir, "--tenant", "acme") == EXIT_NO
     trainer_says(run_dir, keys=[key_id(before)])
-    assert call(run_dir, "--tenant", "acme") == command.EXIT_ERROR
+    assert call(run_dir, "--tenant", "acme") == EXIT_ERROR
     (run_dir / "trainer-e.json").unlink()
     assert call(run_dir, "--tenant-id", f"{tenant:016x}", *where) == 1
     assert tenants_in(store) == set()
-    assert call(run_dir, "--tenant", "acme", *where) == command.EXIT_REFUSED
+    assert call(run_dir, "--tenant", "acme", *where) == EXIT_NO
 
 
 def test_the_command_waits_for_the_relay_and_nothing_comes_after(
@@ -207,12 +208,12 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
 
 
 def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
-    assert call(tmp_path, "--all") == command.EXIT_REFUSED
+    assert call(tmp_path, "--all") == EXIT_NO
     err = capsys.readouterr().err
     assert "no trainer is running" in err
     assert "no relay" in err
     trainer_says(tmp_path, pid=4242)
-    assert call(tmp_path, "--all", "--timeout", "0.05") == command.EXIT_REFUSED
+    assert call(tmp_path, "--all", "--timeout", "0.05") == EXIT_NO
     assert "trainer 4242 has not answered" in capsys.readouterr().err
     assert len(PurgeInbox(tmp_path).pending()) == 2
 
@@ -234,12 +235,12 @@ def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, caps
             inbox.done(asked[0], {})
 
         thread = background(answer)
-        assert call(tmp_path, "--all", "--timeout", "1") == command.EXIT_REFUSED
+        assert call(tmp_path, "--all", "--timeout", "1") == EXIT_NO
         thread.join()
         assert f"trainer {hung.pid} has not answered" in capsys.readouterr().err
         assert len(PurgeInbox(tmp_path).pending()) == 1
         hung.kill()
-    assert call(tmp_path, "--all", "--timeout", "0.1") == command.EXIT_REFUSED
+    assert call(tmp_path, "--all", "--timeout", "0.1") == EXIT_NO
     assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
 
 
@@ -259,7 +260,7 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
 
     thread = background(answer)
     told = ["--tenant-id", "ff", "--timeout", "0.5"]
-    assert call(engine.run_dir, *told) == command.EXIT_REFUSED
+    assert call(engine.run_dir, *told) == EXIT_NO
     assert "nobody reads the ring of engine e1" in capsys.readouterr().err
     reader = RingReader.attach(engine.ring.name)
     assert reader.read().tenant == 255
@@ -279,6 +280,6 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
     ],
 )
 def test_what_cannot_be_asked_is_refused(tmp_path, capsys, more, sentence):
-    assert call(tmp_path, *more) == command.EXIT_ERROR
+    assert call(tmp_path, *more) == EXIT_ERROR
     assert sentence in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -237,7 +237,7 @@ def test_the_command_stops_on_sigterm_and_without_an_engine_says_so(engine, tmp_
     assert engine.status()["state"] == "stopped"
     nobody = command("train", "--run-dir", tmp_path / "none")
     _, errors = nobody.communicate(timeout=60)
-    assert nobody.returncode == 2
+    assert nobody.returncode == 1
     assert "no live engine" in errors
 
 

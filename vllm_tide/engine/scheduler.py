@@ -132,6 +132,11 @@ class SchedulerTide:
         if argument(params, "tide_k_max") is None or hasattr(request, "tide_k_max"):
             return
         request.tide_k_max = cap = length_cap(params, self._longest)
+        if cap is None and not self._malformed_caps:
+            logger.warning(
+                "vllm_tide: a request's vllm_xargs: tide_k_max is no length from 0 on: "
+                "it is ignored (said once)."
+            )
         self._malformed_caps += cap is None
         if cap is not None:
             kind: Any = type(request)

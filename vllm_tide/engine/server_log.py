@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from vllm_tide.config import TideConfig
-from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.capture.policy import ARGUMENTS
+from vllm_tide.config import TideConfig, trainer_wanted
 from vllm_tide.speculative import notes
 
 logger = logging.getLogger("vllm.tide")
@@ -35,5 +40,122 @@ def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
         config.control.policy,
         longest,
         "" if config.swap.enabled else "; drafts are not swapped",
-        "" if TrainerProcess.wanted(config) else "; no trainer is started",
+        "" if trainer_wanted(config) else "; no trainer is started",
     )
+
+
+_PERIOD_S = 10.0
+_FEWEST_STEPS = 20  # between two judgements of drafting
+_OFF, _ON = 0.9, 0.5  # share of steps without drafts
+_WHY = {
+    "no_gain": "no draft length is predicted to be faster (tide.control.min_gain)",
+    "slo": "drafting is predicted to exceed a TPOT limit",
+}
+# Of dropped rows and malformed limits: what a request got wrong.
+_ARGUMENTS = {
+    "unknown_key": f"a tide_ key is none of {', '.join(ARGUMENTS)}: such "
+    "requests are not captured",
+    "malformed_opt_out": "tide_capture is neither true nor false: such requests are "
+    "not captured",
+    "malformed_tenant": "tide_tenant is no name: such requests are not captured",
+    "malformed_slo": "tide_slo_tpot_ms is no positive number: it is ignored",
+}
+
+
+class ServerLog:
+    """Lines for what changes while a worker serves; each change is one line."""
+
+    def __init__(self) -> None:
+        self._collecting = True
+        self._next = 0.0
+        self._steps, self._off = 0, Counter[str]()
+        self._why = ""
+        self._noted: set[str] = set()
+
+    def collect(self, collecting: bool) -> None:
+        """The trainer asks for rows, or for none."""
+        if collecting != self._collecting:
+            self._collecting = collecting
+            logger.info(
+                "vllm_tide: the trainer asks for %s.",
+                "rows again" if collecting else "no rows: paused, by an order or not",
+            )
+
+    def report(self, report: Mapping[str, Any], now: float) -> None:
+        """Log what a report shows of drafting and of requests."""
+        malformed = {"malformed_slo": report.get("malformed_slo", 0)}
+        for reason, count in {**report.get("dropped", {}), **malformed}.items():
+            if count and reason in _ARGUMENTS and reason not in self._noted:
+                self._noted.add(reason)
+                logger.warning(
+                    "vllm_tide: a request's vllm_xargs: %s (%s; said once).",
+                    _ARGUMENTS[reason],
+                    reason,
+                )
+        if "steps" in report and now >= self._next:
+            self._drafting(report["steps"], report["steps_without_drafts"], now)
+
+    def _drafting(self, steps: int, without: Mapping[str, int], now: float) -> None:
+        if steps < self._steps:  # control began anew
+            self._steps, self._off = 0, Counter()
+        grown = steps - self._steps
+        if grown < _FEWEST_STEPS:
+            return
+        off = {reason: without.get(reason, 0) - self._off[reason] for reason in _WHY}
+        self._next, self._steps = now + _PERIOD_S, steps
+        self._off = Counter(without)
+        reason, share = max(off, key=lambda name: off[name]), sum(off.values()) / grown
+        why = "" if share <= _ON else reason if share >= _OFF else self._why
+        if why == self._why:
+            return
+        self._why = why
+        if not why:
+            logger.info("vllm_tide: drafting is on again (%d steps).", grown)
+            return
+        logger.info(
+            "vllm_tide: drafting is off (%s in %.0f%% of %d steps): %s.",
+            why,
+            100 * off[why] / grown,
+            grown,
+            _WHY[why],
+        )
+
+
+_EVENT = re.compile(r" INFO event=(\w+) (.*)$")
+_CYCLE = re.compile(r"cycle=(\d+) .*\breason=(.*)$")
+_REPEATED = ("publish", "unpublished", "keep", "rollback", "refused", "purge", "shift")
+_MOST_BYTES = 1 << 20
+
+
+class TrainerLog:
+    """Repeats a trainer's decisions in the server's log; its own log is a file.
+
+    Only its events, which are numbers and fixed words: never a request's content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._next = path, 0, 0.0
+
+    def look(self, now: float) -> None:
+        """Read what is new; of its training cycles log one in ten seconds."""
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._at:
+                    self._at = 0  # truncated
+                file.seek(self._at)
+                data = file.read(_MOST_BYTES)
+        except OSError:
+            return
+        whole = data if len(data) == _MOST_BYTES else data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.decode("ascii", "replace").splitlines():
+            if event := _EVENT.search(line):
+                self._repeat(event[1], event[2], now)
+
+    def _repeat(self, event: str, facts: str, now: float) -> None:
+        cycle = _CYCLE.search(facts) if event == "cycle" else None
+        if cycle and now >= self._next:
+            self._next = now + _PERIOD_S
+            logger.info("vllm_tide: trainer, cycle %s: %s", cycle[1], cycle[2])
+        elif event in _REPEATED:
+            logger.info("vllm_tide: trainer, %s: %s", event, facts)

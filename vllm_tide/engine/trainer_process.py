@@ -24,7 +24,8 @@ from typing import TypeVar
 
 from threadpoolctl import threadpool_limits
 
-from vllm_tide.config import SpoolConfig, TideConfig
+from vllm_tide.config import SpoolConfig
+from vllm_tide.engine.server_log import TrainerLog
 from vllm_tide.transport.rendezvous import SPOOL_VARIABLE, take_lock
 
 logger = logging.getLogger("vllm.tide")
@@ -68,6 +69,7 @@ class TrainerProcess:
         self._whom = group if spool.url is None else engine_id
         self._run_dir, self._url = run_dir, spool.url
         self._log = run_dir / f"{self._name}-{engine_id}.log"
+        self._decisions = TrainerLog(self._log)
         self._lock: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._stop, self._asked = Event(), False
@@ -77,12 +79,6 @@ class TrainerProcess:
         self._has_read = False  # the ring, since it was launched
         self._reads = reads
         self._began = self._next = 0.0
-
-    @staticmethod
-    def wanted(config: TideConfig) -> bool:
-        """True if a server with this configuration starts a child."""
-        trains = config.train.autostart and config.capture.enabled
-        return trains or config.spool.url is not None
 
     def start(self) -> None:
         """Start it, and again when it ends; failures are logged, serving goes on."""
@@ -96,6 +92,7 @@ class TrainerProcess:
 
     def _look(self) -> None:
         """See whether it lives; start it when that is due."""
+        self._decisions.look(time.monotonic())
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > LOG_BYTES:
                 with contextlib.suppress(OSError):

@@ -22,11 +22,11 @@ import torch
 from vllm_tide.capture.guard import Guard
 from vllm_tide.capture.policy import OVERLOAD
 from vllm_tide.capture.switch import heed_switches
-from vllm_tide.config import MIB, TideConfig, parse_tide
+from vllm_tide.config import MIB, TideConfig, parse_tide, trainer_wanted
 from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.control import Control
 from vllm_tide.engine.facts import draft_facts
-from vllm_tide.engine.server_log import say_start
+from vllm_tide.engine.server_log import ServerLog, say_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import (
     TrainerProcess,
@@ -121,7 +121,7 @@ class WorkerTide(Generic[C]):
         self._reported = 0.0
         self._sent_staged = 0
         self._stop, self._not_announced = Event(), ""
-        self._collecting = True
+        self._server_log = ServerLog()
         self._draft_since = time.time()
         self._losses: Counter[str] = Counter()
         self.capture: Capture | None = None
@@ -142,7 +142,7 @@ class WorkerTide(Generic[C]):
                 target=self._keep_announced, name="vllm-tide-announce", daemon=True
             ).start()
             say_start(config, self._run_dir, self._facts.num_speculative_tokens)
-            if TrainerProcess.wanted(config):
+            if trainer_wanted(config):
                 self._trainer = TrainerProcess(
                     self._engine_id,
                     self._run_dir,
@@ -349,13 +349,8 @@ class WorkerTide(Generic[C]):
             self._tell_pause(ring)
 
     def _tell_pause(self, ring: RingWriter) -> None:
-        if not ring.intact or ring.collect == self._collecting:
-            return
-        self._collecting = not self._collecting
-        logger.info(
-            "vllm_tide: the trainer asks for %s.",
-            "rows again" if self._collecting else "no rows: paused, by an order or not",
-        )
+        if ring.intact:
+            self._server_log.collect(bool(ring.collect))
 
     def _open_control(self, worker: Any) -> None:
         raise NotImplementedError
@@ -426,6 +421,7 @@ class WorkerTide(Generic[C]):
                 "refused": dict(swapper.stager.refused),
             }
             swapper.seconds = []
+        self._reports.run("log", self._server_log.report, report, now)
         return cast(dict[str, Any], plain(report))
 
     def _faults(self) -> Counter[str]:
