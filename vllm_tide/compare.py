@@ -137,7 +137,12 @@ def compare(a: Sequence[Run], b: Sequence[Run], names: tuple[str, str]) -> Json:
         for name in a[0].figures
         if all(run.figures.get(name) for run in (*a, *b))
     ]
-    verdict = _verdict(names, figures, _objection(a, b))
+    objection = _objection(a, b)
+    verdict = _verdict(names, figures, objection)
+    for f in figures[1:] if objection is None else ():
+        if f["name"] != TPOT and f["verdict"] * (figures[0]["ratio"] - 1.0) < 0:
+            change = "better" if f["verdict"] > 0 else "worse"
+            verdict += f" But {f['name']} is {change}: {f['ratio']:.2f} times."
     failed = [sum(run.failed for run in side) for side in (a, b)]
     if any(failed):
         verdict += f" {failed[0]} and {failed[1]} requests failed."

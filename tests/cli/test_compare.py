@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,16 @@ def test_time_per_token_does_not_outvote_tokens_per_second(seconds, times, end):
     a = [run_of(10.0), run_of(10.2, 10.1)]
     b = list(map(run_of, seconds, times))
     assert compare(a, b, ("A", "B"))["verdict"].endswith(end)
+
+
+def test_what_speaks_against_the_verdict_is_in_its_sentence(folder, capsys):
+    a, b = folder("now", 1.0, 1.01), folder("tide", 1.25, 1.26)
+    for path in Path(b).iterdir():
+        content = json.loads(path.read_text())
+        content["ttfts"] = [2.45 * t for t in content["ttfts"]]
+        path.write_text(json.dumps(content))
+    first, _ = compared(capsys, a, b)
+    assert "use tide. But TTFT, median (ms) is worse: 2.45 times." in first
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,15 @@ def test_once_trains_and_publishes_a_better_draft_from_which_the_next_goes_on(
     again.feeds.close()
 
 
+def test_a_trainer_that_waits_says_how_much_more_it_needs(engine):
+    sidecar = attach(engine)
+    sidecar.status.state = "waiting"
+    sidecar._update_status(force=True)
+    needed = sidecar.config.min_new_tokens
+    assert sidecar.status.waiting_for == f"{needed} more captured tokens"
+    sidecar.feeds.close()
+
+
 def test_ring_does_not_fill_during_a_cycle(engine):
     engine.manifest.tide["train"] = {**KNOBS, "steps_per_cycle": 4}
     engine.announce()

@@ -106,6 +106,7 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
     assert peek_weights(segment.name).feedback == writer.feedback()
     writer.close()
     names = {"ring": ring.name, "weights": segment.name}
+    names["draft_path"] = "/home/u/.cache/vllm_tide/fresh/2f07064cd9fb2c5c"
     write_manifest(tmp_path, make_manifest("b", created_unix=2.0, **names))
     write_manifest(tmp_path, make_manifest("a", pid_start=1, created_unix=1.0))
     (tmp_path / "engine-bad.json").write_text("[]")
@@ -113,7 +114,7 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
     dead, live = read_engines(tmp_path)
     assert dead["alive"] is False
     assert dead["ring_capacity_bytes"] is dead["published_version"] is None
-    assert live["alive"]
+    assert live["alive"] and live["draft"] == "fresh"
     assert live["ring_capacity_bytes"] == 1 << 16
     assert (live["written_rows"], live["dropped_rows"]) == (20, 0)
     assert (live["published_version"], live["target"]) == (3, "t")

@@ -140,4 +140,9 @@ def test_nothing_drafted_is_told_apart_from_drafting_left_off():
     assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
     rested = {"control_steps": 600, "steps_without_drafts": {"no_gain": 190, "slo": 10}}
     helps, sentence = verdict(none, none | rested)
-    assert helps is False and "plain decoding is faster" in sentence
+    assert helps is False
+    assert "drafting is off in 100% of steps (no_gain 100)" in sentence
+    rested["steps_without_drafts"] = {"no_gain": 185, "slo": 10}  # a few explore
+    helps, sentence = verdict({}, rested)
+    assert helps is False
+    assert sentence.startswith("Does not help yet: drafting is off in 95% of steps")

@@ -429,6 +429,9 @@ class Sidecar:
             return
         status = self.status
         status.copy_from(self)
+        missing = self.config.min_new_tokens - self.trainer.buffer.new_tokens
+        if status.state == "waiting" and not status.waiting_for and missing > 0:
+            status.waiting_for = f"{missing} more captured tokens"
         status.rows_skipped = self.trainer.rows_skipped
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on

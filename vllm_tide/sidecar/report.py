@@ -66,7 +66,8 @@ class TrainerStatus:
         pid: With `start` (clock ticks since boot) and `namespace`, this process.
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         model_name: Name that the first engine serves the target under.
-        waiting_for: Why a better draft would not be published now; empty if it would.
+        waiting_for: Why a better draft would not be published now, or no cycle begins;
+            empty if it would, and one does.
         canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
             in tokens per step without drafts, `change`, its `error`, `requests`.
         tenant_keys: Ids of the keys that tenants of its data were named by.

@@ -182,7 +182,7 @@ def read_engines(run_dir: Path) -> list[Json]:
             "published_version": weights and weights.latest_version,
             "alive": manifest.owner_alive(),
             "target": Path(str(manifest.target_path)).name,
-            "draft": Path(str(manifest.draft_path)).name,
+            "draft": _draft_name(Path(str(manifest.draft_path))),
             "policy": _policy(manifest.tide),
         }
         figures["refused_reason"] = figures["refused_reason"] or ""
@@ -192,6 +192,11 @@ def read_engines(run_dir: Path) -> list[Json]:
 
 def _read(source: object, names: dict[str, str]) -> Json:
     return {name: getattr(source, field, None) for name, field in names.items()}
+
+
+def _draft_name(folder: Path) -> str:
+    """Return the folder's name, or "fresh" for a hash in the cache of fresh drafts."""
+    return "fresh" if folder.parent.name == "fresh" else folder.name
 
 
 def _policy(tide: Any) -> str:

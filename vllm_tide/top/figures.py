@@ -16,6 +16,7 @@ _MEMORY = "vllm_tide:memory_proposals_total", "vllm_tide:memory_accepted_tokens_
 _STEPS = "vllm_tide:control_steps_total"
 _DRAFT_PASSES = "vllm_tide:draft_passes_total"
 _OFF = "vllm_tide:steps_without_drafts_total"
+_MOSTLY = 0.9
 _PLAIN_OVER_MEASURED = (
     "vllm_tide:plain_step_seconds_total",
     "vllm_tide:step_seconds_total",
@@ -81,11 +82,12 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     if version is None:
         return _verdict(url, None, "tide is not configured on this server")
     length, speed = _length(grown), _ratio(grown, *_PLAIN_OVER_MEASURED)
+    off, steps = grown.by_label(_OFF, "reason"), grown.value(_STEPS)
+    if steps and (share := sum(off.values()) / steps) >= _MOSTLY:
+        why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
+        text = f"drafting is off in {share:.0%} of steps ({why})"
+        return _verdict(url, False, text)
     if length is None:
-        off = sum(grown.by_label(_OFF, "reason").values())
-        if off and off == grown.value(_STEPS):
-            text = "control drafts nothing, plain decoding is faster"
-            return _verdict(url, False, text)
         when = "yet" if _length(page) is None else "lately"
         return _verdict(url, None, f"nothing drafted {when}")
     figures = f"{length:.2f} tokens a verify step"
