@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tomllib
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,16 @@ def test_configurations_are_valid(file: str) -> None:
     assert model.startswith("/models/")
     assert tide.train.state_dir is not None
     assert tide.train.state_dir.startswith("/var/lib/tide/")
+
+
+def test_the_example_for_a_gpu_has_the_state_where_the_images_have_it() -> None:
+    text = files("vllm_tide.examples").joinpath("gpu.json").read_text("utf-8")
+    assert '"state_dir": "/var/lib/tide/heads"' in text
+    for file in ("README.md", "scripts/deploy/README.md"):
+        commands = (ROOT / file).read_text("utf-8").split("docker run ")[1:]
+        assert any(
+            "-v state:/var/lib/tide" in text.split("```")[0] for text in commands
+        )
 
 
 # --------------------------------------------------------------------- Kubernetes
