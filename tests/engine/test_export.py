@@ -176,6 +176,9 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0
     assert "the draft it started with" in capsys.readouterr().out
+    assert run_export(tmp_path / "json", *run, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["directory"], said["version"]) == (str(tmp_path / "json"), 0)
     with torch.no_grad():
         engine.draft.tensor("fc.weight").mul_(2)
     tensors = export_tensors(engine.draft, torch.float32)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="check a file without starting a server")
     check.add_argument("file", help="JSON, YAML (vLLM's --config too), or inline JSON")
     add_output(check)
-    actions.add_parser("reference", help="print every knob as a Markdown table")
+    actions.add_parser("reference", help="print every knob, as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_tide.cli import add_run_dir, fail
+from vllm_tide.cli import add_output, add_run_dir, emit, fail
 from vllm_tide.config import ConfigError
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="NAME", help="hub name, written down, or directory")
     text = "draft length written down"
     add("--num-speculative-tokens", type=int, metavar="N", help=text)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,10 +61,12 @@ def run(args: argparse.Namespace) -> int:
         folder = write_export(args.directory, draft, args.format)
     except (ConfigError, DraftError, DraftRefused, TransportError) as error:
         return fail(error)
-    print(f"written: {folder} ({args.format}, from {draft.source})")
-    if draft.verifier is None or not draft.verifier.hub_name:
-        print("its target is not named: give --target HUB_NAME for `vllm serve DIR`")
-    return 0
+    target = draft.verifier.hub_name if draft.verifier else ""
+    text = f"written: {folder} ({args.format}, from {draft.source})"
+    if not target:
+        text += "\nits target is not named: give --target HUB_NAME for `vllm serve DIR`"
+    value = {"directory": str(folder), "source": draft.source}
+    return emit(args, text, value | {"version": draft.version, "target": target})
 
 
 def _read(args: argparse.Namespace) -> ExportedDraft:

@@ -81,10 +81,16 @@ def _main(argv: Sequence[str] | None) -> int:
     lines = ["Trains vLLM's draft on live traffic.", ""]
     for group, commands in GROUPS.items():
         lines += [f"{group}:", *(f"  {n:11} {text}" for n, text in commands.items())]
-    parser = Parser(prog="vllm-tide", description="\n".join(lines), epilog=EPILOG)
-    parser.add_argument("--version", action="store_true", help="and vLLM's, patches")
+    parser = Parser(
+        prog="vllm-tide",
+        usage="vllm-tide [--help] [--version] COMMAND ...",
+        description="\n".join(lines),
+        epilog=EPILOG,
+    )
+    text = "print the versions of vllm-tide and vLLM, and the state of its patches"
+    parser.add_argument("--version", action="store_true", help=text)
     subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", help=argparse.SUPPRESS
+        dest="command", prog="vllm-tide", help=argparse.SUPPRESS
     )
     wanted = next((word for word in argv if not word.startswith("-")), "")
     near = difflib.get_close_matches(wanted, COMMANDS, n=1)
