@@ -325,7 +325,7 @@ class TideConfig(_Section):
     )
     run_dir: Annotated[str, AfterValidator(_absolute)] | None = Field(
         None,
-        description="Directory (mode 0700) where server and trainer find each other; "
+        description="Directory (absolute, mode 0700) where server and trainer meet; "
         "null means $TIDE_RUN_DIR, else a per-user directory.",
     )
     capture: CaptureConfig = CaptureConfig.model_validate({})

@@ -46,7 +46,10 @@ def answered(words, capsys):
         (["config", "check", "MODEL"], "model: 'CLOSED/draft' cannot be read (Permis"),
         (["dashboards", "export", "CLOSED/x"], "CLOSED/x' cannot be written (P"),
         (["status", "--run-dir", "CLOSED/r"], "CLOSED/r cannot be read (Permission"),
-        (["top", "--once", "--run-dir", "CLOSED/r"], "run this as the server's user"),
+        (
+            ["top", "--once", "--interval", "0.05", "--run-dir", "CLOSED/r"],
+            "run this as the server's user",
+        ),
         (["capture", "on", "--run-dir", "CLOSED/r"], "CLOSED/r cannot be read (Permis"),
         (
             ["export", "CLOSED/o", "--from", "CLOSED/draft"],

@@ -208,8 +208,10 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
 
 
 def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
-    assert call(tmp_path, "--all") == EXIT_NO
-    err = capsys.readouterr().err
+    assert call(tmp_path, "--all", "--json") == EXIT_NO
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["removed"] == [] and "no trainer is running" in answer["missing"]
     assert "no trainer is running" in err
     assert "no relay" in err
     trainer_says(tmp_path, pid=4242)

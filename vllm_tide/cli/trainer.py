@@ -118,7 +118,7 @@ def _answered(
     words: Callable[[Any], str],
 ) -> int:
     """Print what trainers or engines answered, by name, as text or JSON."""
-    good = {name: answer for name, answer in sorted(answers.items()) if answer["ok"]}
+    good = {name: a for name, a in sorted(answers.items()) if a.get("ok")}
     for name in sorted(answers.keys() - good.keys()):
         fail(f"{name}: {answers[name].get('error')}")
     lines = [f"{name}: {words(answer)}" for name, answer in good.items()]
@@ -290,7 +290,7 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
     if not missing and all(keeper.kind == "relay" for keeper in counts):
         which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
         lines.append(f"next, where a trainer reads the spool: vllm-tide purge {which}")
-    done = {str(keeper): dict(found) for keeper, found in counts.items()}
+    done = [{"who": str(keeper), **found} for keeper, found in counts.items()]
     value = {"removed": done, "spool_shards": removed, "missing": missing}
     status = emit(args, "\n".join(lines), value)
     if missing:
