@@ -163,6 +163,7 @@ def test_every_example_is_valid(name, capsys, tmp_path):
     assert capsys.readouterr().err.startswith("error: model: no draft at 'path/to/dr")
     file.write_text(text.replace("path/to/draft", "fresh"))
     assert main(["config", "check", str(file)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 WHOLE = {

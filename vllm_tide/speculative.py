@@ -247,6 +247,7 @@ def model_problem(name: str) -> str:
 
 
 _MOST_TOKENS = 32
+_ELSEWHERE = {"autostart", "state_dir"}  # of tide.train: they matter to a server too
 
 
 def notes(
@@ -260,7 +261,7 @@ def notes(
     """
     for section, knobs, why in _without_effect(tide, model):
         values = getattr(tide, section)
-        for knob in knobs or set(type(values).model_fields) - {"autostart"}:
+        for knob in knobs or set(type(values).model_fields) - _ELSEWHERE:
             if getattr(values, knob) != type(values).model_fields[knob].default:
                 yield f"tide.{section}.{knob}: has no effect: {why}."
     if tide.capture.enabled and not tide.capture.sample_rate:

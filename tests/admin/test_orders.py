@@ -201,6 +201,7 @@ def test_the_commands_reach_a_running_trainer(engine, capsys):
     name = f"trainer {os.getpid()}"
     lines = said.out.splitlines()
     assert lines[0].startswith(f"{name}: ") and "version 0 served" in lines[0]
+    assert "0 cycles, 0 steps, " in lines[0]
     assert lines[1:3] == [f"{name}: paused", f"{name}: was paused"]
     assert json.loads("\n".join(lines[3:-1]))[name]["state"]
     assert lines[-1] == f"{name}: resumed"

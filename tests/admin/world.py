@@ -327,7 +327,7 @@ class Trainer:
     def carry_out(self, request):
         if request["do"] == "status":
             told = dict.fromkeys(
-                ("waiting_for", "last_decision", "cycles", "publications"), 0
+                ("waiting_for", "last_decision", "cycles", "steps", "publications"), 0
             )
             told |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
             return {"ok": True, "status": {**told, "state": "waiting"}}

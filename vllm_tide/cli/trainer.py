@@ -151,9 +151,9 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         engines = len(status["engines"])
         return (
             f"{status['state']}, {engines} engine{'s' * (engines != 1)}, "
-            f"{status['cycles']} cycles, {status['publications']} drafts published, "
-            f"{status['rollbacks']} rolled back, version "
-            f"{status['installed_version']} served{waiting}{decided}"
+            f"{status['cycles']} cycles, {status['steps']} steps, "
+            f"{status['publications']} drafts published, {status['rollbacks']} rolled "
+            f"back, version {status['installed_version']} served{waiting}{decided}"
         )
 
     try:
