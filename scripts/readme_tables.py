@@ -32,6 +32,7 @@ READMES = (
     "vllm_tide/README.md",
     "vllm_tide/dashboards/runbooks.md",
     "tests/README.md",
+    "scripts/bench/README.md",
 )
 PICTURE = RESULTS / "quickstart.png"
 
@@ -62,7 +63,84 @@ def alerts() -> list[str]:
     return [*lines, ""]
 
 
+def interval(row: dict[str, Any], *names: str) -> str:
+    """A value, and its interval in brackets where it has one."""
+    value, low, high = (row[name] for name in names)
+    return f"{value:.2f}" + (
+        "" if low in (None, high) else f" ({low:.2f} to {high:.2f})"
+    )
+
+
+def control() -> list[str]:
+    """Tokens/s of each arm over none, by cell, and means over the cells."""
+    report = stored("control")
+    arms = [
+        row["arm"] for row in report["overall"] if row["arm"] not in ("none", "adaspec")
+    ]
+    arms.sort()
+    cells = {(c["domain"], c["requests"], c["arm"]): c for c in report["cells"]}
+    heads = ["prompts", "requests", "none, tokens/s", *arms, "control"]
+    lines = [
+        f"| {' | '.join(heads)} | control over the best arm |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for domain, requests in sorted({key[:2] for key in cells}):
+        here = {arm: cells[domain, requests, arm] for arm in ("none", "adaspec", *arms)}
+        ours = here["adaspec"]
+        best = interval(ours, "ratio_to_best", "best_low", "best_high")
+        others = [f"{here[arm]['ratio_to_none']:.2f}" for arm in arms]
+        cell = [
+            domain,
+            str(requests),
+            f"{here['none']['output_tokens_per_s']:.0f}",
+            *others,
+        ]
+        cell.append(interval(ours, "ratio_to_none", "low", "high"))
+        cell.append(f"{best}, {ours['best_arm']}")
+        lines.append(f"| {' | '.join(cell)} |")
+    over = {row["arm"]: row for row in report["overall"]}
+    names = ("adaspec_over_it", "over_low", "over_high")
+    means = [interval(over[arm], *names) for arm in arms]
+    none = interval(over["none"], *names)
+    lines.append(f"| control over it, all cells | | {none} | {' | '.join(means)} | | |")
+    return lines
+
+
+def overhead() -> list[str]:
+    """What a step costs beside the model."""
+    lines = [
+        "| requests | arm | CPU time of a step, ms | over none, ms | over static, ms "
+        "| tokens/s over none |",
+        "|---" * 6 + "|",
+    ]
+    for row in stored("overhead")["rows"]:
+        if row["arm"] == "none" or row["stepping_cpu_ms"] is None:
+            continue
+        cell = [str(row["requests"]), row["arm"], f"{row['stepping_cpu_ms']:.1f}"]
+        for other in ("none", "static"):
+            names = (f"over_{other}_ms", f"{other}_ms_low", f"{other}_ms_high")
+            same = row[names[0]] is None or row["arm"] == other
+            cell.append("-" if same else interval(row, *names))
+        cell.append(interval(row, "tokens_ratio", "low", "high"))
+        lines.append(f"| {' | '.join(cell)} |")
+    return lines
+
+
+def ablation() -> list[str]:
+    """Throughput in the simulator without a part of control over that with it."""
+    rows = stored("sim_ablation")["rows"]
+    names = list(rows[0]["of"])
+    lines = [f"| without | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in rows:
+        cells = [f"{x['mean']:.3f}, {x['least']:.2f}" for x in row["of"].values()]
+        lines.append(f"| {row['without']} | {' | '.join(cells)} |")
+    return lines
+
+
 TABLES = {
+    "ablation": ablation,
+    "control": control,
+    "overhead": overhead,
     "alerts": alerts,
     "knobs": config.reference,
     "metrics": metrics.reference,
