@@ -198,10 +198,16 @@ class Deployment:
 
         Raises:
             TransportError: There is nothing to go back to, or no engine could be sent
-                it; nothing is changed.
+                it: what serves is not changed, but it is stored no longer.
         """
         bad, live = self.published, self._trainer.live_tensors()
         to, master = self._before(bad, live)
+        if self._store is not None:
+            # By what they hold: numbers begin anew with every server. And first: who is
+            # killed after the other has the next server begin with them.
+            for stored in list(self._store.drafts()):
+                if stored.holds(live):
+                    self._store.drop(stored)
         served_as = self.put_back(
             master, {"rollback_of": bad, "to": to, "reason": reason}
         )
@@ -209,11 +215,6 @@ class Deployment:
         self._masters.pop(bad, None)
         self.good = served_as
         self.canary.overruled(bad)
-        if self._store is not None:
-            # By what they hold: numbers begin anew with every server.
-            for stored in list(self._store.drafts()):
-                if stored.holds(live):
-                    self._store.drop(stored)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 

@@ -26,7 +26,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
     """Send an engine the draft before the one that was published last.
 
     That is the newest stored one with other weights, else the one that the server
-    started with. Stored drafts that hold what is gone back from are removed.
+    started with. Those that were stored after it are removed.
 
     Args:
         folder: Where its trainer stores drafts.
@@ -54,7 +54,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             for name, tensor in read_tensors(manifest.draft_path).items()
             if name != "t2d" and name not in manifest.shared
         }
-        to, master, left = 0, {canonical_name(n): t for n, t in given.items()}, []
+        to, master, before = 0, {canonical_name(n): t for n, t in given.items()}, None
         store = DraftStore(
             folder,
             store_fingerprint(
@@ -63,22 +63,21 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
         )
         for stored in store.drafts():
             if not _same(stored.master, live):
-                to, master = stored.version, stored.master
+                to, master, before = stored.version, stored.master, stored
                 break
-            left.append(stored)
         if _same(master, live):
             raise TransportError(
                 f"no draft from before version {version} is known: nothing was rolled "
                 "back"
             )
+        # First: who is killed after the other has the next server begin with them.
+        store.drop_newer(before)
         writer.publish(
             as_wire({name: master[canonical_name(name)] for name in given}),
             version=version + 1,
             parent_version=version,
             meta={"rollback_of": version, "to": to, "reason": "ordered"},
         )
-        for stored in left:
-            store.drop(stored)
     return {"version": version, "to": to, "served_as": version + 1}
 
 

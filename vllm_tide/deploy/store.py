@@ -30,14 +30,17 @@ from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.metrics import finite
 from vllm_tide.train.checkpoint import NONSENSE, digest_of
-from vllm_tide.transport.rendezvous import is_temporary, write_private
+from vllm_tide.transport.rendezvous import (
+    ABANDONED_S,
+    is_temporary,
+    write_private,
+)
 
 logger = logging.getLogger("vllm_tide.train")
 
 FORMAT = 1
 Figure = float | int | str | None
 _TENSORS, _MANIFEST = ".safetensors", ".json"
-_ABANDONED_S = 3600.0  # age at which what a killed writer left is removed
 _MAX_MANIFEST_BYTES = 1 << 20
 # What differs between two writings of one config without changing the draft.
 _VOLATILE = frozenset(
@@ -165,6 +168,13 @@ class DraftStore:
     def drop(self, draft: StoredDraft) -> None:
         self._remove(draft.path.name.removesuffix(_TENSORS))
 
+    def drop_newer(self, draft: StoredDraft | None) -> None:
+        """Remove what was stored after a draft, readable or not; None: all."""
+        oldest = "" if draft is None else draft.path.name.removesuffix(_TENSORS)
+        names = self._names()
+        for name in names[names.index(oldest) + 1 :] if oldest in names else names:
+            self._remove(name)
+
     @property
     def _prefix(self) -> str:
         return f"head-{self.fingerprint[:16]}-"
@@ -179,7 +189,7 @@ class DraftStore:
     def _prune(self) -> None:
         for name in self._names()[: -self.keep]:
             self._remove(name)
-        long_ago = time.time() - _ABANDONED_S
+        long_ago = time.time() - ABANDONED_S
         for path in self.directory.iterdir():
             left = is_temporary(path.name) or (
                 path.name.startswith(self._prefix)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
 from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, parameter_shapes
 from vllm_tide.draft.target import TargetRows, opened
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.transport.rendezvous import write_private
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
@@ -255,16 +255,8 @@ def write_checkpoint(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    staged = folder / ".model.safetensors.new"
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(held, staged, metadata={"format": "pt"})
-    _into_place(staged, folder / "model.safetensors")
-    staged = folder / ".config.json.new"
-    staged.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _into_place(staged, folder / "config.json")
-
-
-def _into_place(staged: Path, path: Path) -> None:
-    with staged.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    data = save(held, metadata={"format": "pt"})
+    write_private(folder / "model.safetensors", data, durable=True)
+    text = json.dumps(config, indent=2) + "\n"
+    write_private(folder / "config.json", text, durable=True)

@@ -179,9 +179,11 @@ class Report:
             OSError: The disk took nothing, or only a part, which is taken back: the
                 next line would be glued to it.
         """
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # one killed in between
+                line = b"\n" + line
             if os.write(fd, line) < len(line):
                 os.ftruncate(fd, size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -149,8 +149,10 @@ def commit(
     final = staged.parent / f"checkpoint-{number:08d}"
     os.rename(staged, final)
     sync_directory(staged.parent)
-    for _, old in _finished(staged.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    first, _ = _finished(staged.parent)[-keep:][0]
+    for old_number, old in _named(staged.parent):  # also what is half removed
+        if old_number < first:
+            shutil.rmtree(old, ignore_errors=True)
     return final
 
 

@@ -37,6 +37,7 @@ from vllm_tide.transport.rendezvous import (
     prepare_run_dir,
     read_manifests,
     read_small,
+    remove_abandoned,
     write_private,
 )
 from vllm_tide.transport.ring import peek_ring, ring_consumer
@@ -200,6 +201,7 @@ def announce_trainer(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         with contextlib.suppress(OSError):
             make_private(folder)
+            remove_abandoned(folder)
             for path, left in _announced(folder):
                 if left.holder.alive() is False:
                     path.unlink()

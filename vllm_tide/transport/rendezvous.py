@@ -20,6 +20,7 @@ import re
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 MAX_BYTES = 1 << 20
 """The most that a file of a run directory may hold (bytes)."""
 _TEMPORARY = (".tide-", ".tmp")  # how a file begins and ends that is being written
+ABANDONED_S = 3600.0  # age at which nobody writes it any more
 KEPT = 4  # dead engines whose logs, events and status stay
 
 
@@ -236,6 +238,18 @@ def is_temporary(name: str) -> bool:
     return name.startswith(begin) and name.endswith(end)
 
 
+def remove_abandoned(folder: Path) -> list[str]:
+    """Remove files of a folder that killed writers of ours left, once they are old."""
+    begin, end = _TEMPORARY
+    removed = []
+    for path in folder.glob(f"{begin}*{end}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > ABANDONED_S:
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
 def sync_directory(path: Path) -> None:
     """Returns once the names in a directory are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -392,15 +406,15 @@ def reclaim_orphans(run_dir: Path) -> list[str]:
     live = set()
     for path in _manifest_paths(run_dir):
         manifest = _read(path)
-        if manifest is None:
-            continue
-        if manifest.owner_alive() is False:
+        if manifest is None:  # it may be a live engine's
+            live.add(path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX))
+        elif manifest.owner_alive() is False:
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path.name)
         else:
             live.add(manifest.engine_id)
-    removed += _remove_old_files(run_dir, live)
+    removed += _remove_old_files(run_dir, live) + remove_abandoned(run_dir)
     # Every segment names its owner, so a manifest's segments are found here as well.
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(SHM_DIR)):

@@ -201,8 +201,14 @@ class EngineFolder:
 
     def write_draft(self, blob: DraftBlob) -> None:
         """Store a draft and make it the latest; DraftConflict if it is not newer."""
+        entry = {
+            "version": blob.version,
+            "bytes": len(blob.data),
+            "sha256": blob.sha256.hex(),
+        }
         latest = self.latest_draft(blob.version)
-        if blob.version <= latest:
+        # Its own, where the storage said that it failed, and it had not.
+        if blob.version <= latest and self.read_json(_LATEST) != entry:
             raise DraftConflict(
                 f"engine {self.engine_id}: draft {blob.version} is not newer than "
                 f"{latest} in {self.store.url}: another trainer publishes to it; stop "
@@ -210,11 +216,6 @@ class EngineFolder:
             )
         mine = _draft_file(blob.version)
         self.store.write(self.path(DRAFTS, mine), blob.data)
-        entry = {
-            "version": blob.version,
-            "bytes": len(blob.data),
-            "sha256": blob.sha256.hex(),
-        }
         self.write_json(_LATEST, entry, durable=True)
         names = filter(MADE[DRAFTS].fullmatch, self.store.sizes(self.path(DRAFTS)))
         for name in sorted(name for name in names if name <= mine)[:-KEPT_DRAFTS]:

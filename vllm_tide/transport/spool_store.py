@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_tide.config import without_credentials
 from vllm_tide.transport.rendezvous import (
+    ABANDONED_S,
     is_temporary,
     make_private,
     open_plain,
@@ -26,7 +27,6 @@ from vllm_tide.transport.rendezvous import (
 )
 from vllm_tide.transport.shm import TransportError
 
-_TEMPORARY_SECONDS = 3600.0
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 _FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # Some back ends make room for all that is asked for, whatever there is.
@@ -99,6 +99,12 @@ class LocalStore:
             if stat.S_ISREG(status.st_mode)
         }
 
+    def unfinished(self, folder: str) -> list[str]:
+        """Files that are being written, or were when their writer was killed."""
+        with self._using("read", *_NO_FILE):
+            return list(filter(is_temporary, os.listdir(self._root / folder)))
+        return []
+
     def folders(self, folder: str) -> list[str]:
         """The folders of a folder, sorted."""
         found = self._list(folder)
@@ -137,7 +143,7 @@ class LocalStore:
                     if not entry.name.startswith("."):
                         found.append((entry.name, status))
                     elif is_temporary(entry.name) and (
-                        changed - status.st_mtime > _TEMPORARY_SECONDS
+                        changed - status.st_mtime > ABANDONED_S
                     ):
                         self.remove(f"{folder}/{entry.name}")
         return found
@@ -203,6 +209,10 @@ class FsspecStore:
             for entry in self._list(folder)
             if entry["type"] == "file"
         }
+
+    def unfinished(self, folder: str) -> list[str]:
+        del folder
+        return []
 
     def folders(self, folder: str) -> list[str]:
         return sorted(

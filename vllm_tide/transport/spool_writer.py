@@ -228,7 +228,8 @@ class Bounds:
         now = steady_unix()
         if state is not None and state.unix < now - self._max_age_s:
             for part, made in MADE.items():
-                names = self._store.sizes(folder.path(part))
+                # The state last: it says that the engine is dead.
+                names = sorted(self._store.sizes(folder.path(part)))
                 self._remove(folder, part, *filter(made.fullmatch, names))
                 self._store.remove_folder(folder.path(part))
         return now
@@ -250,7 +251,8 @@ def purge_records(
 
     A shard is removed whole: what else is in it goes too. Readers pass it over. So is a
     body that no manifest names: nobody can say what is in it. One whose writer lives
-    gets its manifest within `grace_s`, so it is looked at again before it goes.
+    gets its manifest within `grace_s`, so it is looked at again before it goes. What a
+    killed writer left half written goes as well; a live one writes it again.
 
     Raises:
         NotOurs: Files are left that are another user's, or no plain files; all else is
@@ -259,8 +261,11 @@ def purge_records(
     removed = 0
     left: list[str] = []
     nameless: list[tuple[EngineFolder, str]] = []
+    unfinished: list[tuple[EngineFolder, str]] = []
     for engine in engine_ids(store):
         folder = EngineFolder(store, engine)
+        names = store.unfinished(folder.path(RECORDS))
+        unfinished += [(folder, name) for name in names]
         for name in store.sizes(folder.path(RECORDS)):
             if shard_number(name) <= 0 or _created(name) is None:
                 continue
@@ -270,8 +275,10 @@ def purge_records(
             elif doomed:
                 left += _remove(folder, name)
                 removed += 1
-    if nameless:
+    if nameless or unfinished:
         time.sleep(grace_s)
+    for folder, name in unfinished:
+        left += _remove(folder, name)
     for folder, name in nameless:
         if _doomed(folder, name, tenant, before_unix) is not False:
             left += _remove(folder, name)

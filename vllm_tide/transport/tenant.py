@@ -15,7 +15,12 @@ import os
 import secrets
 from pathlib import Path
 
-from vllm_tide.transport.rendezvous import prepare_run_dir, state_folder, write_once
+from vllm_tide.transport.rendezvous import (
+    prepare_run_dir,
+    remove_abandoned,
+    state_folder,
+    write_once,
+)
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide")
@@ -54,6 +59,8 @@ def tenant_key(
     """
     folder = state_folder(run_dir, state_dir)
     path, before = folder / _FILE, run_dir / _FILE
+    if create:
+        remove_abandoned(folder)
     if not (create or os.path.exists(path) or before.exists()):
         raise TransportError(
             f"no engine has named tenants in {folder}: give --run-dir of the engine, "

@@ -1,0 +1,184 @@
+"""Every kill point of a protocol: begun, stopped at one operation, and gone on from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.kill_points.watch import FAULTS, KILLED, Watch
+from vllm_tide.draft.config import DraftError
+from vllm_tide.transport.shm import TransportError
+
+LIMIT_S = 60
+
+
+class Protocol:
+    """Something that outlives processes, and one action on it.
+
+    The first `act` runs in a fork, which is stopped, all else in the test's process. A
+    protocol is used for one point. Files lie in `folder`, which is empty at first;
+    `notes` is a file that no operation is counted of.
+
+    Args:
+        fault: What happens to an operation of the first `act`.
+
+    Attributes:
+        errors: What `act` may raise: the caller makes one sentence of it.
+    """
+
+    errors: tuple[type[Exception], ...] = (OSError, TransportError, DraftError)
+
+    def __init__(self, folder: Path, fault: str = "") -> None:
+        self.folder, self.fault = folder, fault
+        self.notes = folder.with_name(f"{folder.name}.notes")
+
+    def begin(self) -> None:
+        """Make the old state."""
+
+    def act(self) -> bool:
+        """Make the new state; True if it says that this was done."""
+        raise NotImplementedError
+
+    def again(self) -> bool:
+        """Go on in the process in which an operation has failed."""
+        return self.act()
+
+    def check(self, done: bool) -> None:
+        """The state is the new one, or, if not `done`, the old one."""
+        raise NotImplementedError
+
+    def tidy(self) -> None:
+        """An hour later: remove what stopped processes left."""
+        self.act()
+
+    def close(self) -> None:
+        """Let go what `begin` made."""
+
+
+class Point(NamedTuple):
+    """An operation and what happens to it."""
+
+    at: int
+    fault: str
+
+
+def points_of(kind: type[Protocol], folder: Path) -> list[Point]:
+    """All points of a protocol, in the order of its operations."""
+
+    def count(protocol: Protocol) -> list[str]:
+        watch = Watch(protocol.folder)
+        watch.install()
+        assert protocol.act(), f"{kind.__name__} is not done without a fault"
+        return watch.operations
+
+    with _begun(kind, folder) as protocol:
+        operations = _forked(count, protocol)
+    return [Point(at, how) for at, op in enumerate(operations) for how in FAULTS[op]]
+
+
+def violation(kind: type[Protocol], folder: Path, point: Point) -> str:
+    """Stop at a point, and go on; what was wrong then, empty if nothing was."""
+    ends = (True,) if point.fault in ("kill", "torn") else (True, False)
+    for end in ends:
+        try:
+            with _begun(kind, folder, point.fault) as protocol:
+                done = _forked(_stopped, protocol, point, end)
+                _go_on(protocol, bool(done))
+        except Violation as error:
+            where = f"{kind.__name__}: {point.fault} at operation {point.at}"
+            return f"{where}, {'then it ends' if end else 'goes on'}: {error}"
+    return ""
+
+
+class Violation(AssertionError):
+    """A process ended with an error that nobody expects."""
+
+
+class _begun:  # noqa: N801 - a context manager
+    def __init__(self, kind: type[Protocol], folder: Path, fault: str = "") -> None:
+        self._protocol = kind(folder, fault)
+
+    def __enter__(self) -> Protocol:
+        self._protocol.folder.mkdir(mode=0o700)
+        self._protocol.begin()
+        return self._protocol
+
+    def __exit__(self, *_: object) -> None:
+        self._protocol.close()
+        shutil.rmtree(self._protocol.folder)
+        self._protocol.notes.unlink(missing_ok=True)
+
+
+def _stopped(protocol: Protocol, point: Point, end: bool) -> bool:
+    """Act up to a point, and then `end` or go on; True if it was done."""
+    watch = Watch(protocol.folder, point.fault, point.at)
+    watch.install()
+    try:
+        done = protocol.act()
+    except protocol.errors as error:
+        assert str(error), "an error without a sentence"
+        done = False
+    watch.disarm()
+    if not (done or end):
+        done = protocol.again()
+        assert done, "the process itself cannot go on"
+    return done
+
+
+def _go_on(protocol: Protocol, done: bool) -> None:
+    try:
+        _recover(protocol, done)
+    except Exception as error:
+        raise Violation(traceback.format_exc()) from error
+
+
+def _recover(protocol: Protocol, done: bool) -> None:
+    protocol.check(done)
+    assert protocol.act(), "a new process cannot go on"
+    protocol.check(True)
+    for path in hidden(protocol.folder):
+        os.utime(path, (0, 0))
+    protocol.tidy()
+    protocol.check(True)
+    left = [str(path.relative_to(protocol.folder)) for path in hidden(protocol.folder)]
+    assert not left, f"left behind: {left}"
+
+
+def hidden(folder: Path) -> Iterator[Path]:
+    """Files and folders that are being made, or were when their process ended."""
+    return (path for path in list(folder.rglob("*")) if path.name.startswith("."))
+
+
+def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it in a fork, which cleans nothing up; None if it was killed."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(told)
+        code, value = 0, None
+        signal.alarm(LIMIT_S)
+        logging.disable()
+        try:
+            value = work(*arguments)
+        except BaseException:  # noqa: BLE001 - the test's process says it
+            code, value = 1, traceback.format_exc()
+        with open(tell, "wb") as file:
+            pickle.dump(value, file)
+        os._exit(code)
+    os.close(tell)
+    with open(told, "rb") as file:
+        raw = file.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == KILLED:
+        return None
+    value = pickle.loads(raw) if raw else f"it ended with {code}"
+    if code:
+        raise Violation(value)
+    return value

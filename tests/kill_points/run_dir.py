@@ -1,0 +1,330 @@
+"""Protocols of the run directory and the state directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.kill_points.points import Protocol
+from tests.transport.samples import make_manifest
+from vllm_tide.capture.switch import OFF, PAUSED, Switch, Switches
+from vllm_tide.engine.trainer_process import TrainerProcess
+from vllm_tide.sidecar import report
+from vllm_tide.sidecar.report import Report, TrainerStatus
+from vllm_tide.transport import purge, tenant
+from vllm_tide.transport.admin import AdminSocket, NoTrainer, ask_all
+from vllm_tide.transport.rendezvous import (
+    lasting_folder,
+    prepare_run_dir,
+    read_manifests,
+    reclaim_orphans,
+    remove_manifest,
+    require_room,
+    take_lock,
+    write_manifest,
+)
+
+
+class RunDir(Protocol):
+    """A protocol of a run directory and a state directory."""
+
+    def __init__(self, folder: Path, fault: str = "") -> None:
+        super().__init__(folder, fault)
+        self.run_dir, self.state = folder / "run", folder / "state"
+
+    def begin(self) -> None:
+        prepare_run_dir(self.run_dir)
+
+    def tidy(self) -> None:
+        """Another engine and its trainer start."""
+        reclaim_orphans(self.run_dir)
+        tenant.tenant_key(self.run_dir, str(self.state))
+        lasting = lasting_folder(self.run_dir, str(self.state))
+        for path in purge.announce_trainer([lasting]):
+            path.unlink()
+        AdminSocket(self.run_dir).close()
+
+
+class Manifest(RunDir):
+    """An engine starts beside a live one and takes its manifest back."""
+
+    def begin(self) -> None:
+        write_manifest(self.run_dir, make_manifest("other"))
+        self._old = make_manifest("e1", model_name="old")  # of the test's process
+        write_manifest(self.run_dir, self._old)
+
+    def act(self) -> bool:
+        require_room(self.run_dir)
+        write_manifest(self.run_dir, replace(self._old, model_name="new"))
+        return True
+
+    def check(self, done: bool) -> None:
+        names = {m.engine_id: m.model_name for m in read_manifests(self.run_dir)}
+        assert names in ({"e1": "new", "other": ""}, {"e1": "old", "other": ""})
+        assert not done or names["e1"] == "new"
+
+
+class Reclaim(RunDir):
+    """A start removes what dead engines left, and nothing of a live one."""
+
+    def begin(self) -> None:
+        write_manifest(self.run_dir, make_manifest("f" * 16))
+        for number in range(6):
+            dead = f"{number:016x}"
+            write_manifest(self.run_dir, make_manifest(dead, pid_start=1))
+            for name in (f"trainer-{dead}.json", f"events-{dead}.jsonl"):
+                (self.run_dir / name).write_text("{}")
+                os.utime(self.run_dir / name, (number, number))
+        (self.run_dir / f"trainer-{'f' * 16}.json").write_text("{}")
+
+    def act(self) -> bool:
+        reclaim_orphans(self.run_dir)
+        return len(os.listdir(self.run_dir)) == 10
+
+    def check(self, done: bool) -> None:
+        assert [m.engine_id for m in read_manifests(self.run_dir)] == ["f" * 16]
+        assert (self.run_dir / f"trainer-{'f' * 16}.json").exists()
+        names = os.listdir(self.run_dir)
+        assert len(names) == 10 if done else len(names) >= 10
+
+
+class Retract(RunDir):
+    """An engine takes its manifest back."""
+
+    def begin(self) -> None:
+        write_manifest(self.run_dir, make_manifest("other"))
+        write_manifest(self.run_dir, make_manifest("e1"))
+
+    def act(self) -> bool:
+        remove_manifest(self.run_dir, "e1")
+        return not (self.run_dir / "engine-e1.json").exists()
+
+    def check(self, done: bool) -> None:
+        names = {m.engine_id for m in read_manifests(self.run_dir)}
+        assert names == {"other"} or not done and names == {"e1", "other"}
+
+
+class Key(RunDir):
+    """The tenants' key is made once and stays the same."""
+
+    before = ""
+
+    def begin(self) -> None:
+        super().begin()
+        if self.before:
+            (self.run_dir / "tenants.key").write_text(self.before)
+
+    def act(self) -> bool:
+        key = tenant.tenant_key(self.run_dir, str(self.state))
+        with open(self.notes, "a") as file:
+            file.write(f"{key.hex()}\n")
+        return True
+
+    def check(self, done: bool) -> None:
+        keys = set(self.notes.read_text().split()) if self.notes.exists() else set()
+        assert len(keys) <= 1 and keys <= {self.before} or not self.before
+        if done:
+            assert {tenant.tenant_key(self.run_dir, str(self.state)).hex()} == keys
+
+
+class MovedKey(Key):
+    """It moves from the run directory to the state directory."""
+
+    before = "5a" * 32
+
+
+class On(RunDir):
+    """Capture is switched off: once that is acknowledged it is for every engine."""
+
+    wanted = True
+
+    def begin(self) -> None:
+        super().begin()
+        if not self.wanted:
+            Switch(self.run_dir, OFF, str(self.state)).set(True)
+
+    def act(self) -> bool:
+        return not Switch(self.run_dir, OFF, str(self.state)).set(self.wanted)
+
+    def check(self, done: bool) -> None:
+        switches = Switches(self.run_dir, str(self.state))
+        assert not done or (OFF in switches.read()) == self.wanted
+        assert set(switches.on) <= {OFF}
+        switches.close()
+
+
+class Off(On):
+    """Capture is switched on again."""
+
+    wanted = False
+
+
+class Vanished(RunDir):
+    """A run directory vanishes while a switch is on, and its engine looks on."""
+
+    def begin(self) -> None:
+        super().begin()
+        Switch(self.run_dir, PAUSED, str(self.state)).set(True)
+
+    def act(self) -> bool:
+        switches = Switches(self.run_dir, str(self.state))
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        prepare_run_dir(self.run_dir)
+        for _ in range(3):  # the engine looks on
+            assert {PAUSED} & set(switches.read())
+        switches.close()
+        return (self.run_dir / PAUSED).exists()
+
+    def check(self, done: bool) -> None:
+        prepare_run_dir(self.run_dir)
+        switches = Switches(self.run_dir, str(self.state))
+        assert PAUSED in switches.read()
+        switches.close()
+
+
+class Order(RunDir):
+    """An order to pause reaches a trainer, whose answer holds for the next one."""
+
+    def act(self) -> bool:
+        server = AdminSocket(self.run_dir)
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(1.0)
+                client.connect(str(server.path))
+                client.sendall(b'{"do": "pause"}\n')
+                server.poll(self._pause)
+                server.poll(self._pause)
+                return bool(json.loads(client.makefile("rb").readline())["ok"])
+        finally:
+            server.close()
+
+    def _pause(self, _: dict[str, object]) -> dict[str, object]:
+        why = Switch(self.run_dir, PAUSED, str(self.state)).set(True)
+        return {"ok": not why, "note": why}
+
+    def check(self, done: bool) -> None:
+        try:
+            ask_all(self.run_dir, {"do": "status"}, 1.0)
+        except NoTrainer:
+            pass
+        else:
+            raise AssertionError("a dead trainer answers")
+        switch = Switch(self.run_dir, PAUSED, str(self.state))
+        assert switch.on or not done
+
+
+class Purge(RunDir):
+    """A purge is asked for, answered by a trainer and a relay, and withdrawn."""
+
+    def act(self) -> bool:
+        lasting = [self.state]
+        files = purge.announce_trainer(lasting)
+        purge.announce_relay(self.run_dir, "e1")
+        inbox = purge.PurgeInbox(self.run_dir)
+        request = purge.ask(self.run_dir, 7)
+        for found in inbox.pending():
+            inbox.done(found, {"records": 1})
+        answered = purge.answers(self.run_dir, request)
+        if not answered:
+            return False
+        purge.withdraw(self.run_dir, request)
+        purge.retract_relay(self.run_dir, "e1")
+        for path in files:
+            path.unlink()
+        return True
+
+    def check(self, done: bool) -> None:
+        requests = purge.PurgeInbox(self.run_dir).pending()
+        assert [r.tenant for r in requests] in ([], [7])
+        for request in requests:
+            for counts in purge.answers(self.run_dir, request).values():
+                assert counts == {"records": 1}
+        assert not purge.live_keepers(self.run_dir, str(self.state))
+
+    def tidy(self) -> None:
+        inbox = purge.PurgeInbox(self.run_dir)
+        for request in inbox.pending():  # a live keeper answers the stopped asker
+            inbox.done(request, {"records": 1})
+            assert purge.answers(self.run_dir, request)
+            purge.withdraw(self.run_dir, request)
+        super().tidy()
+
+
+class Events(RunDir):
+    """A trainer writes its status and its events."""
+
+    most = 1 << 20
+
+    def begin(self) -> None:
+        super().begin()
+        old = Report(self.run_dir, "e1")
+        old.write(TrainerStatus(state="old"))
+        old.add("cycle", number=0)
+
+    def act(self) -> bool:
+        made = Report(self.run_dir, "e1")
+        made.write(TrainerStatus(state="new"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(report, "MAX_BYTES", self.most)
+            for number in range(1, 5):
+                made.add("cycle", number=number)
+        return made.failed_writes == 0
+
+    def check(self, done: bool) -> None:
+        status = json.loads((self.run_dir / "trainer-e1.json").read_text())
+        assert status["state"] == "new" or not done and status["state"] == "old"
+        lines = (self.run_dir / "events-e1.jsonl").read_text().splitlines()
+        whole = [line for line in lines if line.endswith("}")]
+        numbers = [json.loads(line)["number"] for line in whole]
+        assert numbers[-1:] == [4] or not done
+        assert len(lines) - len(whole) <= (self.fault == "torn")
+
+
+class HalvedEvents(Events):
+    """The older half of them goes."""
+
+    most = 200
+
+
+class Log(RunDir):
+    """The log of a child is cut, and its trainer's lock taken."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._log.write_bytes(b"x" * 5_000_000)
+
+    @property
+    def _log(self) -> Path:
+        return self.run_dir / "trainer-e1.log"
+
+    def act(self) -> bool:
+        from vllm_tide.config import SpoolConfig
+
+        child = TrainerProcess("e1", self.run_dir, "f" * 16, SpoolConfig())
+        child._launch = lambda now: None  # type: ignore[method-assign]
+        child._look()
+        child._next = 0.0
+        child._look()
+        if child._lock is None:
+            return False
+        try:
+            assert take_lock(self.run_dir, "f" * 16) is None
+        finally:
+            os.close(child._lock)
+        return True
+
+    def check(self, done: bool) -> None:
+        size = self._log.stat().st_size
+        assert size == 0 or not done and size == 5_000_000
+
+
+PROTOCOLS: list[type[Protocol]] = [
+    *(Manifest, Reclaim, Retract, Key, MovedKey, On, Off, Vanished),
+    *(Order, Purge, Events, HalvedEvents, Log),
+]
