@@ -128,27 +128,6 @@ def test_not_finite_is_never_stored(tmp_path):
     assert list(ours.directory.iterdir()) == []
 
 
-@pytest.mark.parametrize("fails", ["replace", "fsync"])
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_failed_write_leaves_the_old_ones(tmp_path, monkeypatch, fails, call):
-    ours = store(tmp_path)
-    ours.put(tensors(0), 1)
-    real, calls = getattr(os, fails), []
-
-    def broken(*args):
-        calls.append(args)
-        if len(calls) == call:
-            raise OSError(28, "No space left on device")
-        return real(*args)
-
-    monkeypatch.setattr(os, fails, broken)
-    with pytest.raises(OSError, match="No space"):
-        ours.put(tensors(1), 2)
-    monkeypatch.undo()
-    assert ours.newest().version == 1
-    assert not list(ours.directory.glob(".*"))
-
-
 def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)

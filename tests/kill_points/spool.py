@@ -225,20 +225,20 @@ class Draft(Spool):
 
     def begin(self) -> None:
         for version in range(1, 4):
-            self._write(version)
+            self.engine.write_draft(self._blob(version))
 
-    def _write(self, version: int) -> None:
-        tensors = head_tensors(float(version))
-        self.engine.write_draft(publication.encode(tensors, version, 0, {}))
+    def _blob(self, version: int) -> publication.DraftBlob:
+        return publication.encode(head_tensors(float(version)), version, 0, {})
 
     def act(self) -> bool:
-        self._version = self.engine.latest_draft() + 1
+        self._next = self._blob(self.engine.latest_draft() + 1)
         return self.again()
 
     def again(self) -> bool:
-        if not hasattr(self, "_version"):
+        """The same draft is sent once more."""
+        if not hasattr(self, "_next"):
             return self.act()
-        self._write(self._version)
+        self.engine.write_draft(self._next)
         return True
 
     def check(self, done: bool) -> None:

@@ -209,6 +209,8 @@ class Watch:
         shm.Segment.__init__ = watched_init  # type: ignore[method-assign]
         _shm.write_frames = watched_write
         for segment in list(shm._owned):  # made before the fork
+            if segment.closed:
+                continue
             segment.buf = _Memory.of(self, segment.buf)  # type: ignore[assignment]
 
 

@@ -24,7 +24,6 @@ from tests.transport.spool_toys import (
     write_shards,
     writer_of,
 )
-from tests.transport.test_kill import Child
 from vllm_tide.transport import Phase, spool_writer
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.spool import EngineFolder, EngineState, engine_ids
@@ -299,42 +298,3 @@ def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
     ]
     assert sorted(os.listdir(evil)) == ["readers", "records"]
     assert read_all(store, last=1)[0] == {1: [1]}
-
-
-def spool_for_ever(url):
-    folder = EngineFolder(open_store(url), "e1")
-    writer, seed = SpoolWriter(folder, CONFIG), 0
-    while True:
-        for _ in range(3):
-            writer.add(body_of(make_record(SPEC, seed, num_rows=seed % 5)))
-            seed += 1
-        writer.flush()
-        folder.write_state(EngineState(last_shard=writer.last))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.02, 0.11, 0.23])
-def test_a_writer_killed_at_any_moment_leaves_only_whole_shards(tmp_path, delay):
-    url = str(tmp_path / "spool")
-    folder = EngineFolder(open_store(url), "e1")
-    child = Child(spool_for_ever, url)
-    reader, seeds = SpoolReader(folder, SPEC), []
-
-    def take():
-        shard = reader.fetch(folder.read_state() or EngineState())
-        for record in shard.records if shard else ():
-            seed = record.draft_version
-            assert identity(record) == identity(make_record(SPEC, seed, seed % 5))
-            seeds.append(seed)
-        return shard
-
-    end = time.monotonic() + delay
-    while time.monotonic() < end or not seeds:
-        take()
-    child.kill()
-    while take():
-        pass
-    assert seeds == list(range(len(seeds)))
-    assert not reader.skipped["damaged"]
-    assert not reader.skipped["removed"]
-    assert writer_of(folder.store, [1]).flush() > folder.read_state().last_shard

@@ -1,9 +1,6 @@
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -267,54 +264,3 @@ def test_one_trainer_at_a_time(weights_pair):
         WeightsWriter.attach(segment.name)
     writer.close()
     WeightsWriter.attach(segment.name).close()
-
-
-def killed_at(name, blob, step):
-    """Whether a trainer died at an instruction of a publication: it may have fewer."""
-    left = step
-
-    def trace(frame, event, _):
-        nonlocal left
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    child = os.fork()
-    if child == 0:
-        writer = WeightsWriter.attach(name)
-        sys.settrace(trace)
-        writer.put(blob)
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-def kill_at_each_instruction():
-    segment = WeightsSegment.create(1 << 16)
-    version, step, killed, seen = 0, 0, True, set()
-    while killed:
-        step, version = step + 1, version + 1
-        writer = WeightsWriter.attach(segment.name)  # the claim of the dead one before
-        want = {version: publish(writer, version)}
-        assert delivered(segment.read().tensors) == want[version]
-        writer.close()
-        blob = publication.encode(make_tensors(step), version + 1, version, META)
-        want[version + 1] = delivered(publication.decode(blob).tensors)
-        killed = killed_at(segment.name, blob, step)
-        got = segment.read()
-        assert delivered(got.tensors) == want[got.version]
-        assert got.version == segment.latest_version()
-        seen.add(got.version - version)
-        version = got.version
-    assert step > 100 and seen == {0, 1}
-    assert version == max(want)  # the last one was not killed
-    segment.close()
-
-
-@pytest.mark.slow
-def test_a_trainer_killed_at_any_instruction_leaves_a_whole_publication():
-    # A process with little memory forks in no time.
-    code = f"from {__name__} import kill_at_each_instruction as kill; kill()"
-    subprocess.run([sys.executable, "-c", code], check=True)

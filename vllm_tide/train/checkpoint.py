@@ -193,8 +193,12 @@ def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
 
     Where moments are missing (an earlier version moved some weights otherwise) none is
     read: training goes on from the weights.
+
+    Raises:
+        OSError: A rank could not; its weights are of no use.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     step.reset()
@@ -207,7 +211,10 @@ def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
     ):
         step.reset()
     with _alone() as alone:
-        dcp.load(train_tensors(step), storage_reader=reader, no_dist=alone)
+        try:
+            dcp.load(train_tensors(step), storage_reader=reader, no_dist=alone)
+        except (AssertionError, CheckpointException) as error:  # torch's, with a cause
+            raise OSError(f"{path}: could not be read: {error}") from error
 
 
 @contextlib.contextmanager
