@@ -18,7 +18,6 @@ from tests.transport.spool_toys import (
     SPEC,
     ToyEngine,
     head_tensors,
-    make_models,
     seeds_in,
     settle,
     write_shards,
@@ -29,7 +28,6 @@ from vllm_tide.transport import publication, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineEntry, EngineFolder, EngineState
-from vllm_tide.transport.spool_models import local_models, upload_models
 from vllm_tide.transport.spool_store import open_store
 from vllm_tide.transport.spool_writer import Bounds, purge_records
 
@@ -290,36 +288,6 @@ class Reader(Spool):
         assert not done or self.engine.latest_draft() >= 1
 
 
-class Models(Spool):
-    """Models go into a spool and out of it."""
-
-    def begin(self) -> None:
-        super().begin()
-        self._toy = ToyEngine(self.folder / "toy")
-        self._toy.close()
-
-    def act(self) -> bool:
-        rows = upload_models(self.engine, self._toy.manifest)
-        entry = EngineEntry(self._toy.manifest, SPEC, {"target": "x", "rows": rows})
-        local_models(self.engine, entry, self.folder / "cache")
-        return True
-
-    def check(self, done: bool) -> None:
-        draft = self.folder / "cache" / "draft-e1"
-        assert not done or draft.is_dir()
-        for path in draft.glob("*") if draft.is_dir() else ():
-            want = self.folder / "toy" / "models" / "draft" / path.name
-            assert path.read_bytes() == want.read_bytes()
-
-    def tidy(self) -> None:
-        for path in (self.folder / "spool" / "targets").glob("*"):
-            self.store.sizes(f"targets/{path.name}")
-        super().tidy()
-        make_models(self.folder / "toy" / "models", 1)  # another draft to be fetched
-        (self.folder / "spool/engines/e1/draft/files.json").unlink()
-        self.act()
-
-
 class Relayed(Spool):
     """A relay carries records and a draft between an engine and the spool."""
 
@@ -355,5 +323,5 @@ class Relayed(Spool):
 
 PROTOCOLS: list[type[Protocol]] = [
     *(Shards, PurgedRemains, OldShards, DeadEngine, TenantPurge, PurgedRelay),
-    *(Draft, Reader, Models, Relayed),
+    *(Draft, Reader, Relayed),
 ]

@@ -242,8 +242,8 @@ def remove_abandoned(folder: Path) -> list[str]:
     """Remove files of a folder that killed writers of ours left, once they are old."""
     begin, end = _TEMPORARY
     removed = []
-    for path in folder.glob(f"{begin}*{end}"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the next start tries again
+        for path in folder.glob(f"{begin}*{end}"):
             if time.time() - path.lstat().st_mtime > ABANDONED_S:
                 path.unlink()
                 removed.append(path.name)
