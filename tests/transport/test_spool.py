@@ -197,8 +197,10 @@ def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
     assert sorted(store.sizes(folder.path("heads"))) == sorted(
         ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
     )
+    folder.write_draft(blob)  # again, where the storage said that it had failed
+    other = publication.encode(head_tensors(9), 5, 1, {})
     with pytest.raises(DraftConflict, match="not newer"):
-        folder.write_draft(blob)
+        folder.write_draft(other)
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "manifest", "gone"])
