@@ -169,9 +169,11 @@ def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
             value = work(*arguments)
         except BaseException:  # noqa: BLE001 - the test's process says it
             code, value = 1, traceback.format_exc()
-        with open(tell, "wb") as file:
-            pickle.dump(value, file)
-        os._exit(code)
+        try:
+            with open(tell, "wb") as file:
+                pickle.dump(value, file)
+        finally:
+            os._exit(code)
     os.close(tell)
     with open(told, "rb") as file:
         raw = file.read()
