@@ -23,18 +23,18 @@ LINES = {
     "cli": 1_522,
     "control": 1_997,
     "dashboards": 69,
-    "deploy": 2_447,
+    "deploy": 2_457,
     "doctor": 846,
-    "draft": 2_993,
+    "draft": 2_985,
     "engine": 6_529,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,
     "plan": 608,
-    "sidecar": 788,
+    "sidecar": 790,
     "top": 697,
-    "train": 4_530,
-    "transport": 6_338,
+    "train": 4_539,
+    "transport": 6_379,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20
