@@ -244,7 +244,9 @@ def remove_abandoned(folder: Path) -> list[str]:
     removed = []
     with contextlib.suppress(OSError):  # the next start tries again
         for path in folder.glob(f"{begin}*{end}"):
-            if time.time() - path.lstat().st_mtime > ABANDONED_S:
+            status = path.lstat()
+            ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+            if ours and time.time() - status.st_mtime > ABANDONED_S:
                 path.unlink()
                 removed.append(path.name)
     return removed
