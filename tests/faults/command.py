@@ -32,6 +32,11 @@ def add_places(p: argparse.ArgumentParser) -> None:
     p.add_argument("--target", type=Path, default=demo / "target")
     p.add_argument("--draft", type=Path, default=demo / "draft")
     p.add_argument("--prompts", type=Path, default=demo / "prompts")
+    p.add_argument("--num-prompts", type=int, default=PROMPTS, metavar="N")
+    p.add_argument("--domains", default=",".join(DOMAINS), help="prompts' domains")
+    p.add_argument(
+        "--whole", action="store_true", help="ask whole prompts, not their beginnings"
+    )
     p.add_argument("--work", type=Path, help="logs; default: a folder that is removed")
 
 
@@ -44,15 +49,12 @@ def say_since(began: float) -> Callable[[str], None]:
     return say
 
 
-def run_command(
-    args: argparse.Namespace, run: Run, domains: tuple[str, ...] = DOMAINS
-) -> int:
+def run_command(args: argparse.Namespace, run: Run) -> int:
     """Prepare folders and known outputs, run, clean up.
 
     Args:
         args: With the options of :func:`add_places`.
         run: Returns the exit status.
-        domains: Of the prompts.
 
     Returns:
         2 where it could not run, 130 where it was stopped.
@@ -67,7 +69,9 @@ def run_command(
     say, cpus = say_since(time.monotonic()), os.sched_getaffinity(0)
     try:
         say("computing the outputs that are right")
-        known = known_outputs(args.target, args.prompts, domains, PROMPTS, args.seed)
+        domains = tuple(args.domains.split(","))
+        count, where = args.num_prompts, (args.target, args.prompts, domains)
+        known = known_outputs(*where, count, args.seed, whole=args.whole)
         say(f"{len(known)} prompts; starting server and trainer")
         places = Places(args.venv.absolute(), args.target, args.draft, work, run_dir)
         return run(args, places, known)

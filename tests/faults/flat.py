@@ -1,7 +1,8 @@
 """Whether a process stays as it is: the criterion of the soak.
 
 The first quarter of the minutes is warming up. Of the rest, the median of the last
-third is compared with the median of the first third, figure by figure.
+third is compared with the median of the first third, figure by figure. Figures of a
+process that was started again begin with the minute after its start.
 """
 
 from __future__ import annotations
@@ -41,29 +42,57 @@ def bound_of(name: str) -> Bound | None:
     return next((b for part, b in BOUNDS.items() if part in name), None)
 
 
-def growth(minutes: Sequence[Minute]) -> dict[str, tuple[float, float]]:
-    """First and last median of every bounded figure; empty if the run was too short."""
-    warm = minutes[len(minutes) // 4 :]
-    third = len(warm) // 3
-    if third < 1:
-        return {}
-    names = [n for n in warm[0] if bound_of(n) and all(n in m for m in warm)]
-    return {
-        name: (
-            statistics.median(m[name] for m in warm[:third]),
-            statistics.median(m[name] for m in warm[-third:]),
-        )
-        for name in names
-    }
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a figure went over the minutes after warming up.
+
+    Attributes:
+        first: Median of the first third.
+        last: Median of the last third.
+        limit: Largest `last` that is flat.
+        slope_per_hour: Of the least-squares line.
+        minutes: How many minutes there were.
+    """
+
+    first: float
+    last: float
+    limit: float
+    slope_per_hour: float
+    minutes: int
+
+
+def growth(minutes: Sequence[Minute]) -> dict[str, Growth]:
+    """Growth of every bounded figure; without those of a run that was too short."""
+    found = {}
+    for name in minutes[-1] if minutes else ():
+        bound, values = bound_of(name), _warm(minutes, name)
+        third = len(values) // 3
+        if bound is None or third < 1:
+            continue
+        first, last = map(statistics.median, (values[:third], values[-third:]))
+        line = statistics.linear_regression(range(len(values)), values)
+        limit = round(first * (1 + bound.share) + bound.amount, 1)
+        slope = round(60 * line.slope, 2)
+        found[name] = Growth(first, last, limit, slope, len(values))
+    return found
+
+
+def _warm(minutes: Sequence[Minute], name: str) -> list[float]:
+    """A figure in the minutes that count; empty where it is missing in one."""
+    process = name.partition("_")[0] + "_started"
+    again = [n for n, minute in enumerate(minutes, 1) if minute.get(process)]
+    own = minutes[max(again, default=0) :]
+    warm = own[len(own) // 4 :]
+    return [m[name] for m in warm] if all(name in m for m in warm) else []
 
 
 def grown(minutes: Sequence[Minute]) -> list[str]:
     """Sentences about figures that grew beyond their bounds; empty if all is flat."""
-    found = []
-    for name, (first, last) in growth(minutes).items():
-        bound = bound_of(name)
-        if bound is not None and last > first * (1 + bound.share) + bound.amount:
-            found.append(f"{name} grew from {first:g} to {last:g}")
+    found = [
+        f"{name} grew from {one.first:g} to {one.last:g}"
+        for name, one in growth(minutes).items()
+        if one.last > one.limit
+    ]
     for number, minute in enumerate(minutes):
         if not minute["swaps"]:
             found.append(f"no swap in minute {number + 1}")

@@ -115,18 +115,18 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
 async def shrink_ring(scene: Scene, rng: random.Random) -> None:
     """The ring loses its end, or all of it: nothing is captured until a restart."""
     await _shrink(scene, rng, scene.manifest().ring, RING_LOST)
-    rows = await _settled(scene, ROWS)
-    if await _settled(scene, ROWS) != rows:
+    rows = await settled(scene, ROWS)
+    if await settled(scene, ROWS) != rows:
         raise NotRecovered("rows were captured without a ring")
 
 
 async def shrink_weights(scene: Scene, rng: random.Random) -> None:
     """The weights segment loses its end, or all of it: no swap until a restart."""
     await _shrink(scene, rng, scene.manifest().weights, WEIGHTS_LOST)
-    swaps = await _settled(scene, SWAPS)
+    swaps = await settled(scene, SWAPS)
     path = order(scene.run_dir, AGAIN, 0)
     try:
-        if await _settled(scene, SWAPS) != swaps:
+        if await settled(scene, SWAPS) != swaps:
             raise NotRecovered("a draft was swapped in without a weights segment")
     finally:
         path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ async def _shrink(scene: Scene, rng: random.Random, name: str, counter: str) -> 
     await scene.until("a counted loss", lambda r: r.get(counter, 0) > before)
 
 
-async def _settled(scene: Scene, counter: str) -> float:
+async def settled(scene: Scene, counter: str) -> float:
     """A counter once what is in flight has ended and a later request was right."""
     if wrong := await scene.load.settle():
         raise NotRecovered(wrong)

@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.harness.stream import load_pool
 
 PROMPT_TOKENS = 40
+WHOLE_TOKENS = 144
 MOST_TOKENS = 176
 LEAST_TOKENS = 24
 CLEAR_GAP = 2e-3
@@ -28,7 +29,13 @@ class Known:
 
 
 def known_outputs(
-    target: Path, prompts: Path, domains: tuple[str, ...], count: int, seed: int
+    target: Path,
+    prompts: Path,
+    domains: tuple[str, ...],
+    count: int,
+    seed: int,
+    *,
+    whole: bool = False,
 ) -> list[Known]:
     """Compute the greedy outputs of some prompts.
 
@@ -38,14 +45,19 @@ def known_outputs(
         domains: Which of them.
         count: Prompts to try; those with an early near tie are left out.
         seed: Of the choice.
+        whole: Take prompts of at most `WHOLE_TOKENS` tokens as they are, instead of the
+            first `PROMPT_TOKENS` of each.
 
     Raises:
         ValueError: Too few prompts are left to serve a load.
         BenchError: A file is missing.
     """
     pool = load_pool(prompts, target, domains)
-    ids = [p[:PROMPT_TOKENS] for d in domains for p in pool.prompts[d]]
-    ids = sorted({p for p in ids if len(p) == PROMPT_TOKENS})
+    ids = [p for d in domains for p in pool.prompts[d]]
+    if whole:
+        ids = sorted({p for p in ids if len(p) <= WHOLE_TOKENS})
+    else:
+        ids = sorted({p[:PROMPT_TOKENS] for p in ids if len(p) >= PROMPT_TOKENS})
     random.Random(seed).shuffle(ids)  # noqa: S311 - not cryptographic
     known = [k for k in _greedy(target, ids[:count]) if len(k.output) >= LEAST_TOKENS]
     if len(known) < 4 or max(len(k.output) for k in known) < MOST_TOKENS // 2:
@@ -59,11 +71,13 @@ def _greedy(target: Path, prompts: list[tuple[int, ...]]) -> list[Known]:
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # as `ignore_eos`
-    ids = torch.tensor(prompts)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     with torch.no_grad():
         out = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             max_new_tokens=MOST_TOKENS,
             do_sample=False,
             pad_token_id=0,

@@ -99,6 +99,7 @@ class Scene:
         load: Told of the server's address.
         knobs: Of the `tide` section, by its parts, beside those here.
         env: Of the server, beside our own.
+        kv_bytes: Size of the KV cache (bytes).
 
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
@@ -112,9 +113,10 @@ class Scene:
         load: Load,
         knobs: Knobs = _NONE,
         env: Mapping[str, str] = _NONE,
+        kv_bytes: int = KV_BYTES,
     ) -> None:
         self.places, self._session, self.load = places, session, load
-        self._knobs, self._env = knobs, env
+        self._knobs, self._env, self._kv_bytes = knobs, env, kv_bytes
         cpus = sorted(os.sched_getaffinity(0))
         self.engine_cpus, self.other_cpus = (cpus[0],), tuple(cpus[1:] or cpus)
         self._server: VllmServer | None = None
@@ -164,7 +166,7 @@ class Scene:
                 speculative_config=str(config),
                 engine_cpus=self.engine_cpus,
                 other_cpus=self.other_cpus,
-                kv_cache_bytes=KV_BYTES,
+                kv_cache_bytes=self._kv_bytes,
                 max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=MAX_SEQS,
                 extra_env=self._env,

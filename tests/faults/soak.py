@@ -2,17 +2,21 @@
 
 The same scene as the faults' without the faults: server, trainer, known outputs. Each
 minute it looks at memory, file descriptors, shared memory and latency; whether they are
-flat is decided in `flat.py`.
+flat is decided in `flat.py`. With `--everything` each minute has events of
+`operating.py`, and latency is written down but not judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
@@ -20,9 +24,11 @@ import aiohttp
 from bench.harness.common import environment
 
 from .command import add_places, run_command, say_since
+from .counters import total
 from .flat import CRITERION, grown, growth
 from .leaks import usage_of
 from .load import Load
+from .operating import TENANT, Event, plan_events
 from .reference import Known
 from .report import write
 from .scene import NotRecovered, Places, Scene, serving
@@ -30,6 +36,26 @@ from .trainer import AGAIN, order
 
 TOKENS = (24, 24)
 """Output tokens of every request: latencies of all minutes are of the same work."""
+MIXED_TOKENS = (24, 160)
+EVERYTHING: dict[str, dict[str, object]] = {
+    "capture": {"ring_mib": 32},  # a second of a real model's rows
+    "test_time": {
+        "memory": "ngram",
+        "adapt": "shared",
+        "min_tokens": 64,  # some of `MIXED_TOKENS` are long
+        "stride": 32,
+    },
+}
+EVERYTHING_KV_BYTES = 256 << 20
+XARGS = {"tide_tenant": TENANT, "tide_slo_tpot_ms": 500.0}
+FAULTS = "vllm_tide:faults_total"
+COUNTERS = {
+    "swaps": "vllm_tide:swaps_total",
+    "aborted": "vllm:request_success_total{abort}",
+    "tokens": "vllm:generation_tokens_total",
+    "rows": "vllm_tide:captured_rows_total",
+}
+SETTINGS = ("minutes", "swap_s", "clients", "seed", "everything", "num_prompts")
 
 
 async def soak(
@@ -37,6 +63,7 @@ async def soak(
     known: Sequence[Known],
     args: argparse.Namespace,
     on_minute: Callable[[dict[str, float]], None],
+    events: Counter[str],
 ) -> list[str]:
     """Run the load; what went wrong.
 
@@ -45,23 +72,33 @@ async def soak(
         known: What is asked.
         args: Of the command line.
         on_minute: Told of each minute's figures.
+        events: Counts the events that had their effect, by name.
 
     Raises:
         ServerError: The server does not start.
     """
     problems: list[str] = []
     loads: list[Load] = []
+    everything: bool = args.everything
+    plan = plan_events(args.minutes) if everything else [[]] * args.minutes
+    more = {"knobs": EVERYTHING, "kv_bytes": EVERYTHING_KV_BYTES} if everything else {}
+    rng = random.Random(args.seed)  # noqa: S311 - not cryptographic
 
     def load(session: aiohttp.ClientSession) -> Load:
-        loads.append(Load(session, known, args.seed, args.clients, TOKENS))
+        tokens = MIXED_TOKENS if everything else TOKENS
+        loads.append(Load(session, known, args.seed, args.clients, tokens))
+        loads[0].extra = {"vllm_xargs": XARGS} if everything else None
         return loads[0]
 
     try:
-        async with serving(places, load) as scene:
+        async with serving(places, load, **more) as scene:
             swaps = asyncio.create_task(_swap(scene, args.swap_s))
             try:
-                for _ in range(args.minutes):
-                    on_minute(await _minute(scene))
+                for some in plan:
+                    acts = asyncio.create_task(_events(scene, some, rng, events))
+                    figures = await _minute(scene, acts)
+                    problems += acts.result()
+                    on_minute(figures)
                     problems += scene.load.take_problems()
             finally:
                 swaps.cancel()
@@ -77,12 +114,29 @@ async def _swap(scene: Scene, period_s: float) -> None:
         await asyncio.sleep(period_s)
 
 
-async def _minute(scene: Scene) -> dict[str, float]:
+async def _events(
+    scene: Scene, some: Sequence[Event], rng: random.Random, done: Counter[str]
+) -> list[str]:
+    """Run a minute's events; sentences about those without their effect."""
+    problems = []
+    for event in some:
+        try:
+            await event(scene, rng)
+            done[event.__name__] += 1
+        except NotRecovered as error:
+            problems.append(f"{event.__name__}: {error}")
+    return problems
+
+
+async def _minute(scene: Scene, events: asyncio.Task[list[str]]) -> dict[str, float]:
+    """Figures of a minute, which is longer where its events are."""
     load = scene.load
     began, right = time.monotonic(), load.right
+    trainer = scene.trainer.pid  # before the events begin
     before = await scene.reading()
     load.latencies.clear()
     await asyncio.sleep(max(0.0, 60 - (time.monotonic() - began)))
+    await asyncio.wait([events])
     after = await scene.reading()
     roles = scene.server.processes() | {"trainer": [scene.trainer]}
     found: dict[str, float] = {}
@@ -92,9 +146,11 @@ async def _minute(scene: Scene) -> dict[str, float]:
         found[f"{role}_fds"] = sum(u.fds for u in used)
     scene.note_segments()
     found["shm_bytes"] = scene.segments.num_bytes()
-    name = "vllm_tide:swaps_total"
-    found["swaps"] = after.get(name, 0) - before.get(name, 0)
+    for figure, name in COUNTERS.items():
+        found[figure] = after.get(name, 0) - before.get(name, 0)
     found["right"] = load.right - right
+    found["faults"] = total(after, FAULTS)
+    found["trainer_started"] = int(scene.trainer.pid != trainer)
     return found | latencies(load.latencies)
 
 
@@ -115,26 +171,40 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--minutes", type=int, default=30)
     p.add_argument("--swap-s", type=float, default=3.0, help="seconds between swaps")
     p.add_argument("--clients", type=int, default=3, help="requests at a time")
+    p.add_argument(
+        "--everything",
+        action="store_true",
+        help="memory and adaptation in a generation; aborts and commands each minute, "
+        "two trainer kills, one cleaned run directory; latency is not judged",
+    )
     add_places(p)
     return p
 
 
 def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> int:
     say, minutes = say_since(time.monotonic()), list[dict[str, float]]()
+    events = Counter[str]()
 
     def on_minute(figures: dict[str, float]) -> None:
         minutes.append(figures)
         said = ", ".join(f"{k} {v:g}" for k, v in figures.items())
         say(f"minute {len(minutes)}/{args.minutes}: {said}")
-        _write(args, minutes, ["cut off before its end"])  # if it is
+        _write(args, minutes, ["cut off before its end"], events)  # if it is
 
-    problems = asyncio.run(soak(places, known, args, on_minute))
-    problems += grown(minutes)
-    if not growth(minutes):
+    problems = asyncio.run(soak(places, known, args, on_minute, events))
+    judged = [_judged(args, minute) for minute in minutes]
+    problems += grown(judged)
+    if not growth(judged):
         problems.append("too short for a verdict: give --minutes 4 or more")
-    _write(args, minutes, problems)
-    for name, (first, last) in growth(minutes).items():
-        print(f"{name:20}{first:>14g}{last:>14g}")
+    _write(args, minutes, problems, events)
+    print(f"{'':20}{'first':>14}{'last':>14}{'limit':>14}{'slope per hour':>16}")
+    for name, one in growth(judged).items():
+        print(
+            f"{name:20}{one.first:>14g}{one.last:>14g}{one.limit:>14g}"
+            f"{one.slope_per_hour:>16g}"
+        )
+    for name, count in sorted(events.items()):
+        print(f"event: {name} {count}")
     for problem in problems:
         print(f"problem: {problem}")
     swaps = sum(m["swaps"] for m in minutes)
@@ -142,8 +212,17 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
     return int(bool(problems))
 
 
+def _judged(args: argparse.Namespace, minute: dict[str, float]) -> dict[str, float]:
+    """The figures that have to be flat."""
+    free = ("latency_ms",) if args.everything else ()
+    return {k: v for k, v in minute.items() if not k.startswith(free)}
+
+
 def _write(
-    args: argparse.Namespace, minutes: list[dict[str, float]], problems: list[str]
+    args: argparse.Namespace,
+    minutes: list[dict[str, float]],
+    problems: list[str],
+    events: Counter[str],
 ) -> None:
     """Write the report, the minutes one a line."""
     if args.json is None:
@@ -153,10 +232,15 @@ def _write(
         "verdict": "not flat" if problems else "flat",
         "criterion": CRITERION,
         "problems": problems,
-        "first_and_last": growth(minutes),
+        "growth": {
+            name: asdict(one)
+            for name, one in growth([_judged(args, m) for m in minutes]).items()
+        },
+        "events": dict(events),
         "swaps": sum(m["swaps"] for m in minutes),
         "right_answers": sum(m["right"] for m in minutes),
-        "settings": {k: vars(args)[k] for k in ("minutes", "swap_s", "clients")},
+        "aborted": sum(m["aborted"] for m in minutes),
+        "settings": {k: vars(args)[k] for k in SETTINGS},
         "environment": environment({}),
     }
     write(args.json, document, "per_minute", minutes)

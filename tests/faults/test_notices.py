@@ -11,9 +11,10 @@ import torch
 from bench.harness.client import RequestResult
 from tests.faults import leaks, scene, suite
 from tests.faults.fault import Fault
-from tests.faults.flat import grown
+from tests.faults.flat import grown, growth
 from tests.faults.leaks import LeakWatch, Usage, left_behind
 from tests.faults.load import Ask, judged
+from tests.faults.operating import COMMANDS, clean_run_dir, kill_trainer, plan_events
 from tests.faults.scene import NotRecovered
 from tests.faults.segments import RunSegments
 from tests.faults.suite import FAULTS, OK, Suite, plan
@@ -194,3 +195,24 @@ def test_a_soak_that_is_not_flat_says_what_grew(name, values, said):
     found = grown([flat | {name: float(values(n))} for n in range(12)])
     assert len(found) == (said is not None)
     assert not found or found[0].startswith(said)
+
+
+def test_a_process_that_was_started_again_is_compared_with_itself():
+    minutes = [
+        {"trainer_fds": fds, "trainer_started": started, "api_fds": 30.0 + n / 4}
+        for n, (fds, started) in enumerate(
+            [*[(90.0, 0)] * 3, (90.0, 1), *[(8.0, 0)] * 8]
+        )
+    ]
+    found = growth(minutes)
+    assert (found["trainer_fds"].first, found["trainer_fds"].minutes) == (8.0, 6)
+    assert found["api_fds"].slope_per_hour == 15.0
+    assert growth(minutes[:5]).keys() == {"api_fds"}  # its trainer is too young
+
+
+def test_an_hour_has_every_command_two_kills_and_one_cleaning():
+    plan = plan_events(60)
+    every = [event for minute in plan for event in minute]
+    assert [every.count(e) for e in (kill_trainer, clean_run_dir)] == [2, 1]
+    assert all(every.count(event) > 9 for event in COMMANDS)
+    assert not any(kill_trainer in minute for minute in plan[40:])

@@ -1,0 +1,134 @@
+"""What an operator does to a run under load: commands, kills, a cleaned directory.
+
+Each event returns when its effect was seen in the counters; :func:`plan_events` says
+which event belongs to which minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import shutil
+import subprocess  # noqa: S404 - runs our own commands
+from collections.abc import Awaitable, Callable
+
+from .memory import ROWS, rows_flow, settled
+from .processes import kill_trainer
+from .requests import abort_requests
+from .scene import ROOT, NotRecovered, Scene
+
+TENANT = "hour"
+VERSION = "vllm_tide:draft_version"
+COMMAND_S = 120.0
+Event = Callable[[Scene, random.Random], Awaitable[None]]
+
+
+async def command(scene: Scene, *words: str) -> str:
+    """Run `vllm-tide` on the run directory; its output.
+
+    Raises:
+        NotRecovered: Its exit status is not 0.
+    """
+    argv = [str(scene.places.venv / "bin" / "vllm-tide"), *words]
+    argv += ["--run-dir", str(scene.run_dir)]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_S,
+        cwd=ROOT,
+        check=False,
+    )
+    if done.returncode:
+        said = done.stdout.strip()
+        raise NotRecovered(f"{' '.join(words)}: status {done.returncode}: {said}")
+    return str(done.stdout)
+
+
+async def _no_rows(scene: Scene) -> None:
+    """Wait for what is in flight, then see that later requests bring no row."""
+    rows = await settled(scene, ROWS)
+    if await settled(scene, ROWS) != rows:
+        raise NotRecovered("rows were captured after the switch")
+
+
+async def switch_capture(scene: Scene, rng: random.Random) -> None:
+    """`capture off`, then `capture on`."""
+    await command(scene, "capture", "off")
+    await asyncio.sleep(2)  # the engines follow within a second
+    await _no_rows(scene)
+    await command(scene, "capture", "on")
+    await rows_flow(scene)
+
+
+async def pause(scene: Scene, rng: random.Random) -> None:
+    """`pause`, then `resume`."""
+    await command(scene, "pause")
+    await asyncio.sleep(2)
+    await _no_rows(scene)
+    await command(scene, "resume")
+    await rows_flow(scene)
+
+
+async def purge_all(scene: Scene, rng: random.Random) -> None:
+    """`purge --all`."""
+    await command(scene, "purge", "--all")
+    await rows_flow(scene)
+
+
+async def purge_tenant(scene: Scene, rng: random.Random) -> None:
+    """`purge --tenant`."""
+    await command(scene, "purge", "--tenant", TENANT)
+    await rows_flow(scene)
+
+
+async def roll_back(scene: Scene, rng: random.Random) -> None:
+    """`rollback`, after another good head."""
+    await scene.good_head()
+    answer = await command(scene, "rollback")
+    number = re.search(r"served as version (\d+)", answer)
+    if number is None:
+        raise NotRecovered(f"rollback: {answer.strip()}")
+    wanted = int(number[1])
+    await scene.until("the head before", lambda r: r.get(VERSION, 0) >= wanted)
+
+
+async def clean_run_dir(scene: Scene, rng: random.Random) -> None:
+    """Remove all that is in the run directory, but what stands for the user's home."""
+    for path in scene.run_dir.iterdir():
+        if path.is_dir():
+            if path.name != "state":
+                shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    await scene.until("an announced engine", lambda r: "ring:used_bytes" in r)
+    await scene.until("a trainer's status", lambda r: "trainer:rows_read" in r)
+    await command(scene, "status")
+    await rows_flow(scene)
+
+
+COMMANDS: tuple[Event, ...] = (
+    switch_capture,
+    pause,
+    purge_all,
+    purge_tenant,
+    roll_back,
+)
+
+
+def plan_events(minutes: int) -> list[list[Event]]:
+    """Events of each minute: aborts and a command, two kills, one cleaning.
+
+    The last third of a run has commands and aborts alone: what is judged then has the
+    age of the run.
+    """
+    plan: list[list[Event]] = [
+        [abort_requests, COMMANDS[n % len(COMMANDS)]] for n in range(minutes)
+    ]
+    for place in (minutes // 4, minutes // 2):
+        plan[place] = [abort_requests, kill_trainer]
+    plan[3 * minutes // 8].append(clean_run_dir)
+    return plan
