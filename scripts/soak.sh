@@ -3,8 +3,13 @@
 # descriptors, shared memory and latency stay flat.
 #
 #   scripts/soak.sh --minutes 30 --json soak.json [--swap-s 3] [--clients 3]
+#   scripts/soak.sh --everything --minutes 60 --clients 8 --swap-s 20 \
+#       --target MODEL --draft scripts/demo/smollm2_draft \
+#       --prompts scripts/demo/chat_prompts --domains math,sql,tools --whole
 #
-# --help states the criterion. Environment: TIDE_VENV (default: .venv in the checkout).
+# The second serves a real model (scripts/demo/fetch_model.py) with memory and adaptation
+# inside a generation, gives up requests, runs a command of the operator each minute, kills
+# the trainer twice and cleans the run directory once. --help states the criterion. Environment: TIDE_VENV (default: .venv in the checkout).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -13,13 +13,15 @@ import shutil
 import subprocess  # noqa: S404 - runs our own commands
 from collections.abc import Awaitable, Callable
 
+from .counters import total
+from .heads import ROLLBACKS, VERSION
 from .memory import ROWS, rows_flow, settled
 from .processes import kill_trainer
 from .requests import abort_requests
 from .scene import ROOT, NotRecovered, Scene
+from .trainer import order
 
 TENANT = "hour"
-VERSION = "vllm_tide:draft_version"
 COMMAND_S = 120.0
 Event = Callable[[Scene, random.Random], Awaitable[None]]
 
@@ -86,14 +88,29 @@ async def purge_tenant(scene: Scene, rng: random.Random) -> None:
 
 
 async def roll_back(scene: Scene, rng: random.Random) -> None:
-    """`rollback`, after another good head."""
-    await scene.good_head()
-    answer = await command(scene, "rollback")
-    number = re.search(r"served as version (\d+)", answer)
-    if number is None:
-        raise NotRecovered(f"rollback: {answer.strip()}")
-    wanted = int(number[1])
-    await scene.until("the head before", lambda r: r.get(VERSION, 0) >= wanted)
+    """`rollback` of a bad head, unless the canary went back before it."""
+    async with scene.ordering:
+        await scene.until("carried out orders", lambda _: not _orders(scene))
+        before = await scene.reading()
+        order(scene.run_dir, "permuted", rng.getrandbits(30))
+        await scene.until(
+            "a bad head",
+            lambda r: not _orders(scene) and r.get(VERSION, 0) > before.get(VERSION, 0),
+        )
+        try:
+            answer = await command(scene, "rollback")
+        except NotRecovered:
+            if total(await scene.reading(), ROLLBACKS) > total(before, ROLLBACKS):
+                return
+            raise
+        number = re.search(r"served as version (\d+)", answer)
+        wanted = int(number[1]) if number else 1 << 62
+        await scene.until("the head before", lambda r: r.get(VERSION, 0) >= wanted)
+
+
+def _orders(scene: Scene) -> bool:
+    """Whether an order waits for the trainer."""
+    return any(scene.run_dir.glob("order-*.json"))
 
 
 async def clean_run_dir(scene: Scene, rng: random.Random) -> None:
@@ -111,11 +128,11 @@ async def clean_run_dir(scene: Scene, rng: random.Random) -> None:
 
 
 COMMANDS: tuple[Event, ...] = (
+    roll_back,
     switch_capture,
     pause,
     purge_all,
     purge_tenant,
-    roll_back,
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.harness.stream import load_pool
 
@@ -16,6 +17,8 @@ PROMPT_TOKENS = 40
 WHOLE_TOKENS = 144
 MOST_TOKENS = 176
 LEAST_TOKENS = 24
+BATCH = 16
+"""Prompts computed at a time."""
 CLEAR_GAP = 2e-3
 """Logit gap below which fp32 kernels may choose the other token."""
 
@@ -71,6 +74,13 @@ def _greedy(target: Path, prompts: list[tuple[int, ...]]) -> list[Known]:
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # as `ignore_eos`
+    batches = [prompts[at : at + BATCH] for at in range(0, len(prompts), BATCH)]
+    return [known for batch in batches for known in _greedy_batch(model, batch)]
+
+
+def _greedy_batch(model: Any, prompts: list[tuple[int, ...]]) -> list[Known]:
+    import torch
+
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])

@@ -104,6 +104,7 @@ class Scene:
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
         segments: Every segment that this scene's processes have made.
+        ordering: Held by who gives the trainer orders.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Scene:
         self._trainer: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.segments = RunSegments()
+        self.ordering = asyncio.Lock()
         self.struck_at = 0.0
 
     @property

@@ -51,7 +51,6 @@ XARGS = {"tide_tenant": TENANT, "tide_slo_tpot_ms": 500.0}
 FAULTS = "vllm_tide:faults_total"
 COUNTERS = {
     "swaps": "vllm_tide:swaps_total",
-    "aborted": "vllm:request_success_total{abort}",
     "tokens": "vllm:generation_tokens_total",
     "rows": "vllm_tide:captured_rows_total",
 }
@@ -99,7 +98,9 @@ async def soak(
                     figures = await _minute(scene, acts)
                     problems += acts.result()
                     on_minute(figures)
-                    problems += scene.load.take_problems()
+                    wrong = scene.load.take_problems()
+                    print("".join(f"problem: {one}\n" for one in wrong), end="")
+                    problems += wrong
             finally:
                 swaps.cancel()
     except NotRecovered as error:
@@ -110,7 +111,8 @@ async def soak(
 async def _swap(scene: Scene, period_s: float) -> None:
     """Publish the good head again and again; an engine installs it as any other."""
     while True:
-        order(scene.run_dir, AGAIN, 0)
+        async with scene.ordering:
+            order(scene.run_dir, AGAIN, 0)
         await asyncio.sleep(period_s)
 
 
@@ -125,6 +127,7 @@ async def _events(
             done[event.__name__] += 1
         except NotRecovered as error:
             problems.append(f"{event.__name__}: {error}")
+            print(f"problem: {problems[-1]}", flush=True)
     return problems
 
 
@@ -239,7 +242,6 @@ def _write(
         "events": dict(events),
         "swaps": sum(m["swaps"] for m in minutes),
         "right_answers": sum(m["right"] for m in minutes),
-        "aborted": sum(m["aborted"] for m in minutes),
         "settings": {k: vars(args)[k] for k in SETTINGS},
         "environment": environment({}),
     }
