@@ -13,8 +13,8 @@ of an earlier work is found), `script` (policy of a steered engine, see `policy_
 `garbage` (the memory proposes random tokens), `spoil` (what becomes of the draft's
 logits, see `spoilt`), `keep_memory` (its record of an earlier work stays), `curves`,
 `seed`, `seeds` (one of each request), `each` (more parameters of each request),
-`answers` (whole answers are reported). Of a work that vLLM refuses `error` is the
-sentence.
+`priority` (of each request), `answers` (whole answers are reported). Of a work that
+vLLM refuses `error` is the sentence.
 """
 
 import json
@@ -179,7 +179,9 @@ class Server:
             if salt is not None:
                 prompt["cache_salt"] = salt
         try:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            outputs = self.llm.generate(
+                prompts, params, use_tqdm=False, priority=work.get("priority")
+            )
             said = ""
         except VLLMClientError as error:
             outputs, said = [], str(error)
