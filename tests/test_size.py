@@ -34,7 +34,7 @@ LINES = {
     "sidecar": 790,
     "top": 697,
     "train": 4_539,
-    "transport": 6_379,
+    "transport": 6_381,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

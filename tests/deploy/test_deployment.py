@@ -31,8 +31,9 @@ BETTER = CycleResult(
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    # However slow the machine, every tick looks at the canary.
+    # However slow the machine, every tick takes all records and looks at the canary.
     monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
+    monkeypatch.setattr("vllm_tide.sidecar.loop.LIMIT_S", math.inf)
     made = Engine(tmp_path)
     yield made
     made.close()
