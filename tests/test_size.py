@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_457,
     "doctor": 846,
     "draft": 2_985,
-    "engine": 6_529,
+    "engine": 6_533,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,

@@ -15,6 +15,7 @@ from vllm_tide.config import ControlConfig, TideConfig
 from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.step_times import KNOTS, StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.engine import verification
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.steps import StepLog
 
@@ -311,3 +312,24 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
     assert runner.speculator.acceptance_estimator is None
     assert not tide._worker.vllm_config.speculative_config.enable_adaptive_verification
     assert tide.begun_anew == [False] and not control.trims
+
+
+@pytest.mark.parametrize(("probe_share", "looks"), [(0.005, 0.01), (0.3, 0.01), (0, 0)])
+def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
+    monkeypatch, probe_share, looks
+):
+    """The canary lives on those steps: less exploration must not starve it."""
+    given = []
+
+    class Recorded:
+        UPSTREAM = ()
+
+        def __init__(self, control, look_share, on_measured):
+            given.append(look_share)
+
+    monkeypatch.setattr(verification, "StepCostVerification", Recorded)
+    tide = worker(begun(trims=False))
+    section = TideConfig.model_validate({"control": {"probe_share": probe_share}})
+    tide._config = section
+    assert isinstance(tide.make_verification(lambda: object()), Recorded)
+    assert given == [looks]

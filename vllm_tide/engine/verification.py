@@ -83,6 +83,10 @@ Tables = tuple[np.ndarray, np.ndarray]
 _YOUNG_ROUNDS = 2 * OnlineAcceptanceEstimator.REFIT_INTERVAL
 
 
+LOOK_SHARE = 0.01
+"""Share of steps that verify whole drafts, where control may explore."""
+
+
 class StepCostVerification(AdaptiveVerificationManager):
     """`AdaptiveVerificationManager` that is told what a round costs.
 

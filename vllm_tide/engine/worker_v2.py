@@ -151,12 +151,12 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._do_without_verification(error)
             return None
         from vllm_tide.engine.policy_start import needs_times
-        from vllm_tide.engine.verification import StepCostVerification
+        from vllm_tide.engine.verification import LOOK_SHARE, StepCostVerification
 
         control = self._config.control
         self._verification = StepCostVerification(
             self.control,
-            control.probe_share,
+            LOOK_SHARE if control.probe_share else 0.0,
             self._start_with if needs_times(control) else None,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
         )
