@@ -107,7 +107,7 @@ def control() -> list[str]:
 
 
 def overhead() -> list[str]:
-    """What a step costs beside the model."""
+    """Cost of a step beside the model."""
     lines = [
         "| requests | arm | CPU time of a step, ms | over none, ms | over static, ms "
         "| tokens/s over none |",

@@ -358,7 +358,7 @@ _WORDS = {
     "too_short": "must have at least {min_length} entry",
     "value_error": "{error}",
 }
-"""Where pydantic's own sentence is none for an operator."""
+"""Sentences in the place of pydantic's own, by its type of error."""
 _PATTERNS = {DEVICE: "cpu, cuda or cuda:N", PRINTABLE: "printable ASCII"}
 
 

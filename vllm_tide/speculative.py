@@ -225,7 +225,7 @@ def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, An
 
 
 def model_problem(name: str) -> str:
-    """What is wrong with a draft's name; empty for such a local model or hub name."""
+    """Return the fault of a draft's name; empty for a local model or hub name."""
     path = Path(os.path.expanduser(name))
     try:
         if path.is_dir():

@@ -87,7 +87,7 @@ class Times(StepTimes):
     def observe(self, sample: StepSample, now: float) -> None:
         """They are right already."""
 
-    def doubt(self, requests: int, now: float) -> float:
+    def ratio_sd(self, requests: int, now: float) -> float:
         return 0.0
 
 

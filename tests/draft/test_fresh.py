@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.train.toys import HIDDEN, VOCAB, ToyTarget
+from tests.train.toys import LLAMA, VOCAB, ToyTarget
 from vllm_tide.config import FreshConfig
 from vllm_tide.draft import DraftError, Eagle3Config, TargetRows, load_draft
 from vllm_tide.draft.checkpoint import read_tensors
@@ -26,18 +26,6 @@ from vllm_tide.draft.fresh import (
 from vllm_tide.draft.target import rows_fingerprint
 
 TOY = ToyTarget()
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 512,
-}
 
 
 @pytest.fixture

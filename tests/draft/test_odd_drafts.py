@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
 import pytest
@@ -82,12 +81,10 @@ def folder(tmp_path):
 
 
 def refused(folder) -> str:
-    began = time.monotonic()
     with pytest.raises(DraftError) as error:
         load_draft(folder, TOY.rows)
     said = str(error.value)
     assert len(said) < 400 and "\n" not in said, said[:400]
-    assert time.monotonic() - began < 20
     return said
 
 

@@ -44,7 +44,7 @@ def bound_of(name: str) -> Bound | None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a figure went over the minutes after warming up.
+    """Course of a figure over the minutes after warming up.
 
     Attributes:
         first: Median of the first third.

@@ -109,7 +109,7 @@ async def roll_back(scene: Scene, rng: random.Random) -> None:
 
 
 def _orders(scene: Scene) -> bool:
-    """Whether an order waits for the trainer."""
+    """Return True if an order waits for the trainer."""
     return any(scene.run_dir.glob("order-*.json"))
 
 

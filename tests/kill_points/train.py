@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.kill_points.points import Protocol
-from tests.train.toys import HIDDEN, VOCAB, ToyTarget
+from tests.train.toys import HIDDEN, LLAMA, ToyTarget
 from tests.transport.samples import make_manifest
 from vllm_tide.config import FreshConfig, TrainConfig
 from vllm_tide.deploy.deployment import as_wire, master_of
@@ -32,18 +32,6 @@ from vllm_tide.train.distributed import OneRank
 from vllm_tide.transport import WeightsSegment, WeightsWriter
 
 TOY = ToyTarget()
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 512,
-}
 
 
 def tensors_of(version: int) -> dict[str, Tensor]:

@@ -20,6 +20,20 @@ from vllm_tide.train.trainer import Trainer
 HIDDEN, VOCAB = 32, 64
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 512,
+}
+
+
 def config(**changes: object) -> Eagle3Config:
     """Shape of the tiny draft."""
     values: dict[str, object] = {
