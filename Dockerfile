@@ -24,14 +24,14 @@ ARG TIDE_UID=2000
 ARG PRELOAD=""
 LABEL org.opencontainers.image.title="vllm_tide" \
     org.opencontainers.image.description="vLLM whose draft learns from live traffic" \
-    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.version="0.2.0" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.base.name="${BASE_IMAGE}"
 USER 0
 # The wheel of scripts/wheel.sh for this image's architecture.
 RUN --mount=type=bind,source=dist,target=/wheels \
-    python3 -m pip install --no-deps --no-cache-dir --no-index --find-links=/wheels vllm-tide==0.1.0 \
+    python3 -m pip install --no-deps --no-cache-dir --no-index --find-links=/wheels vllm-tide==0.2.0 \
     && vllm-tide patch apply \
     && vllm-tide patch check \
     && vllm-tide patch status

@@ -27,7 +27,7 @@ def test_a_wheel_of_other_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     """Of these it is gone on with, as far as the environment, which cannot be made."""
-    wheel = tmp_path / "vllm_tide-0.1.0-cp311-abi3-linux_x86_64.whl"
+    wheel = tmp_path / "vllm_tide-0.2.0-cp311-abi3-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as packed:
         for path in [*ROOT.glob("vllm_tide/**/*.py"), ROOT / "patches" / "series"]:
             name = str(path.relative_to(ROOT))
