@@ -19,7 +19,7 @@ from vllm_tide.deploy.fast_draft import FastStep
 from vllm_tide.draft import delta
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
-from vllm_tide.train.gpu import Turns
+from vllm_tide.train.gpu import GpuTimeBudget
 from vllm_tide.transport.purge import ask
 
 ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
@@ -226,7 +226,7 @@ def test_what_drops_it(engine, how):
     sidecar = served(engine)
     learnt = sidecar.fast.draft
     if how == "pause":
-        assert sidecar.carry_out({"do": "pause"})["ok"]
+        assert sidecar.execute({"do": "pause"})["ok"]
     elif how == "purge":
         ask(engine.run_dir, None)
         sidecar._next_purge = 0.0
@@ -378,8 +378,8 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     engine.manifest = replace(engine.manifest, tide=tide)
     engine.announce()
     sidecar, worked = engine.attach(), []
-    sidecar.trainer.turns = turns = Turns(0.1)
-    turns.worked = lambda began, busy: worked.append((began, busy))
+    sidecar.trainer.gpu_budget = budget = GpuTimeBudget(0.1)
+    budget.add_busy = lambda began, busy: worked.append((began, busy))
     engine.begin(1, 2)
     learn(sidecar, engine, 2)
     # It takes a twentieth of the time, and counts it against the other's.

@@ -17,7 +17,7 @@ from vllm_tide.train.losses import (
     HiddenTeacher,
     KernelTeacher,
     LossTask,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,7 +140,7 @@ def test_loss_and_gradients_are_those_of_training(
     target = TargetRows(rows, rows, logit_scale=0.5, logit_softcap=2.0)
     taught = HiddenTeacher.from_hidden(hidden, target, rows[kept], torch.float32)
     a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
-    wanted, theirs = fused_head_loss(a, b, b.detach(), taught, task)
+    wanted, theirs = fused_lm_head_loss(a, b, b.detach(), taught, task)
     (wanted * 3).backward()
     close = {"rtol": 1e-5, "atol": 2e-6}
 
@@ -150,7 +150,7 @@ def test_loss_and_gradients_are_those_of_training(
         LossMix({term: 1.0, "next_token": 0.1}), torch.device("cuda")
     )
     kernel = KernelTeacher(hidden, target, rows[kept])
-    total, values = fused_head_loss(x, y, y.detach(), kernel, task)
+    total, values = fused_lm_head_loss(x, y, y.detach(), kernel, task)
     (total * 3).backward()
     for ours, its in ((values, theirs), (x.grad, a.grad), (y.grad, b.grad)):
         torch.testing.assert_close(ours, its, **close)

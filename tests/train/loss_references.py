@@ -26,7 +26,7 @@ from vllm_tide.train.losses import (
     LossTask,
     Teacher,
     TopKTeacher,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 from vllm_tide.train.sample import TopK
 
@@ -185,7 +185,7 @@ def differences(problem: Problem, term: str) -> dict[str, float]:
         problem.labels,
         0 if term == "discard" else count,
     )
-    total, values = fused_head_loss(
+    total, values = fused_lm_head_loss(
         normed, master, problem.head, problem.teacher(), task
     )
     ours = torch.autograd.grad(total, [normed, master])

@@ -38,10 +38,10 @@ from vllm_tide.train.distributed import (
     OneRank,
     ShardedStep,
     Stepper,
-    beat,
     follow,
+    send_heartbeat,
 )
-from vllm_tide.train.ranks import RankLost, Ranks, leave
+from vllm_tide.train.ranks import RankLost, Ranks, exit_rank
 from vllm_tide.train.sample import Sample
 from vllm_tide.transport.weights import WeightsWriter
 
@@ -142,7 +142,7 @@ def _die_in_step(number: int) -> None:
 def lead(ranks: Ranks, told: dict[str, Any]) -> None:
     """Train from `first` to `last`; checkpoint and publish after step `save`."""
     mine, state, first = draft(), None, told.get("first", 0)
-    beat(ranks)  # as while there is no engine yet
+    send_heartbeat(ranks)  # as while there is no engine yet
     stepper = LeadRank(
         ranks, mine, TOY.rows, KNOBS, {"config": KNOBS.model_dump(mode="json")}
     )
@@ -218,4 +218,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_rank(main())

@@ -21,9 +21,9 @@ from tests.train.rank_child import BAD, LOST, STEPS, documents
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.distributed import OneRank, deal_documents
+from vllm_tide.train.distributed import OneRank, split_documents
 from vllm_tide.train.packing import pack
-from vllm_tide.train.ranks import RankLost, Ranks, watched
+from vllm_tide.train.ranks import RankLost, Ranks, detect_lost_ranks
 from vllm_tide.transport.weights import WeightsSegment
 
 SAVED = 4
@@ -102,7 +102,7 @@ def test_documents_are_dealt_evenly_and_whole_requests_stay_together():
     samples = [s for index in range(6) for s in documents(index)]
     samples += [documents(2)[1]]
     for size in (1, 2, 3, 7):
-        shares = deal_documents(samples, size)
+        shares = split_documents(samples, size)
         assert sorted(id(s) for share in shares for s in share) == sorted(
             map(id, samples)
         )
@@ -110,13 +110,13 @@ def test_documents_are_dealt_evenly_and_whole_requests_stay_together():
         assert sum(map(len, keys)) == len(set.union(*keys))
         rows = [pack(share).num_rows for share in shares]
         assert max(rows) - min(rows) <= 130
-    assert deal_documents(samples[:1], 3)[1:] == [[], []]
+    assert split_documents(samples[:1], 3)[1:] == [[], []]
 
 
 def test_only_a_failed_collective_is_a_lost_rank():
-    with pytest.raises(RankLost, match="another rank"), watched():
+    with pytest.raises(RankLost, match="another rank"), detect_lost_ranks():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="^size mismatch$"), watched():
+    with pytest.raises(RuntimeError, match="^size mismatch$"), detect_lost_ranks():
         raise RuntimeError("size mismatch")
 
 

@@ -20,21 +20,27 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.sidecar import loop as sidecar
 from vllm_tide.train import gpu
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.gpu import Shortage, Turns, claim, gpu_uuid, with_share
+from vllm_tide.train.gpu import (
+    GpuTimeBudget,
+    MemoryBackoff,
+    gpu_uuid,
+    use_device,
+    with_gpu_share,
+)
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport import process
 
 
-def test_a_turn_claims_its_share_of_wall_time():
-    turns = Turns(0.25)
-    turns.worked(100.0, 1.0)
-    assert turns.rest(101.0) == 3.0
-    turns.worked(110.0, 1.0)  # the time before is not saved up
-    assert turns.rest(111.0) == 3.0
-    turns.worked(112.0, 1.0)  # begun too early: a debt
-    assert turns.rest(113.0) == 5.0
+def test_busy_time_reserves_its_share_of_wall_time():
+    budget = GpuTimeBudget(0.25)
+    budget.add_busy(100.0, 1.0)
+    assert budget.wait_s(101.0) == 3.0
+    budget.add_busy(110.0, 1.0)  # the time before is not saved up
+    assert budget.wait_s(111.0) == 3.0
+    budget.add_busy(112.0, 1.0)  # begun too early: a debt
+    assert budget.wait_s(113.0) == 5.0
 
 
 def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, caplog):
@@ -51,39 +57,40 @@ def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, capl
         ("cuda:0", 1.0, 1.0),
     ):
         config = TrainConfig(device=device, gpu_share=share)
-        assert with_share(config, server).gpu_share == expected
-        assert with_share(config, "").gpu_share == (share or 1.0)
+        assert with_gpu_share(config, server).gpu_share == expected
+        assert with_gpu_share(config, "").gpu_share == (share or 1.0)
     assert not caplog.records
     for device in ("cuda", "cuda:0"):
-        assert with_share(TrainConfig(device=device), server).gpu_share == 0.1
-    assert "keeps it busy for 0.1 of the time, unless tide.train.gpu_share" in (
+        assert with_gpu_share(TrainConfig(device=device), server).gpu_share == 0.1
+    assert "limited to 0.1 of the time; change it with tide.train.gpu_share" in (
         caplog.records[-1].getMessage()
     )
-    assert with_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
+    assert with_gpu_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
 
 
-def test_a_rest_goes_on_asking_the_caller(monkeypatch):
-    answers, rests = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
+def test_progress_is_called_during_a_pause(monkeypatch):
+    answers, waits = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
     monkeypatch.setattr(gpu.time, "sleep", lambda seconds: None)
-    fake = Mock(rest=lambda now: next(rests))
-    watch = gpu.Watch(lambda: next(answers), fake)
-    assert watch()
-    assert not watch()
+    fake = Mock(wait_s=lambda now: next(waits))
+    callback = gpu.ProgressCallback(lambda: next(answers), fake)
+    assert callback()
+    assert not callback()
     assert [c[0] for c in fake.mock_calls] == ["begin", "end", "begin", "end", "begin"]
 
 
-def test_rests_grow_until_a_cycle_has_memory(caplog):
-    shortage = Shortage(TrainConfig(batch_tokens=512))
-    assert not shortage.resting(0.0)
-    for starved, rest in ((True, 30), (True, 60), (False, 0), (True, 30)):
-        shortage.cycle_done(starved, 100.0)
-        if rest:
-            assert shortage.resting(99.0 + rest) and not shortage.resting(100.0 + rest)
-            assert f"rests for {rest} s" in caplog.records[-1].message
-    assert "make tide.train.batch_tokens (512) smaller" in caplog.text
+def test_pauses_grow_until_a_cycle_has_memory(caplog):
+    backoff = MemoryBackoff(TrainConfig(batch_tokens=512))
+    assert not backoff.is_paused(0.0)
+    for starved, pause in ((True, 30), (True, 60), (False, 0), (True, 30)):
+        backoff.cycle_done(starved, 100.0)
+        if pause:
+            assert backoff.is_paused(99.0 + pause)
+            assert not backoff.is_paused(100.0 + pause)
+            assert f"retry in {pause} s" in caplog.records[-1].message
+    assert "reduce tide.train.batch_tokens (512)" in caplog.text
     for _ in range(9):
-        shortage.cycle_done(True, 0.0)
-    assert "rests for 600 s" in caplog.records[-1].message
+        backoff.cycle_done(True, 0.0)
+    assert "retry in 600 s" in caplog.records[-1].message
 
 
 def starved(kind: str) -> RuntimeError:
@@ -143,9 +150,9 @@ def test_a_group_of_ranks_and_another_error_end_the_cycle():
 
 
 def test_a_gpu_that_is_not_there_gets_one_sentence():
-    claim("cpu")
+    use_device("cpu")
     with pytest.raises(DraftError, match=r"tide\.train\.device: 'cuda:99', but .* use"):
-        claim("cuda:99")
+        use_device("cuda:99")
 
 
 def full_gpu(monkeypatch, error: RuntimeError, at: str = "set_device") -> None:
@@ -163,17 +170,17 @@ def full_gpu(monkeypatch, error: RuntimeError, at: str = "set_device") -> None:
 )
 def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, at):
     full_gpu(monkeypatch, starved(kind), at)
-    with pytest.raises(DraftError, match=r"'cuda:0' has no memory left for the tr"):
-        claim("cuda:0")
+    with pytest.raises(DraftError, match=r"'cuda:0' is out of memory for the tr"):
+        use_device("cuda:0")
     full_gpu(monkeypatch, RuntimeError("CUDA error: unspecified launch failure"), at)
     with pytest.raises(RuntimeError, match="launch failure"):
-        claim("cuda:0")
+        use_device("cuda:0")
 
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """An engine whose trainer is to work on a GPU; this process stays as it is."""
-    monkeypatch.setattr(process, "become_sidecar", lambda: None)
+    monkeypatch.setattr(process, "prepare_sidecar_process", lambda: None)
     made = Engine(tmp_path)
     made.manifest.tide["train"] = {**KNOBS, "device": "cuda:0"}
     made.announce()
@@ -194,7 +201,7 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     said = capsys.readouterr().err.strip().splitlines()[-1]
     what = "the draft and the target's"
     assert said.startswith(
-        f"error: tide.train.device: 'cuda:0' has no memory left for {what}"
+        f"error: tide.train.device: 'cuda:0' is out of memory for {what}"
     )
 
 
@@ -220,7 +227,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
     monkeypatch.setattr(sidecar, "Sidecar", Attached)
     monkeypatch.setattr(sidecar, "describe", lambda attached: "")
     monkeypatch.setattr(sidecar, "prepare_process", lambda *args, **kwargs: None)
-    monkeypatch.setattr(gpu, "give_back_cache", lambda: cleared.append(len(held)))
+    monkeypatch.setattr(gpu, "release_cache", lambda: cleared.append(len(held)))
     gc.disable()  # or it may come by itself
     try:
         assert main(["train", "--run-dir", str(engine.run_dir), "--wait"]) == 0

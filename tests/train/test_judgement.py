@@ -118,7 +118,7 @@ def test_a_request_is_evidence_once():
 
 
 def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.trainer.LEAST_SCORED", 256)
+    monkeypatch.setattr("vllm_tide.train.trainer.MIN_SCORED_ROWS", 256)
     trainer = trainer_of()
     rng = random.Random(1)
     set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))

@@ -18,7 +18,7 @@ from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
     LossTask,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
 from vllm_tide.train.sample import Sample
@@ -46,7 +46,7 @@ def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeach
 def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     """Chunks and blocks of any size; committed rows first, then branch rows."""
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(losses, "HEAD_BLOCK_BYTES", 2 * chunk_bytes)
+    monkeypatch.setattr(losses, "LOGIT_GRAD_BYTES", 2 * chunk_bytes)
     normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN, grad=True)
     hidden, rows = _double(4, HIDDEN), _double(VOCAB, HIDDEN)
     index, weights = torch.tensor([0, 1, 2, 3, 1, 0, 3]), torch.rand(3, ROWS).double()
@@ -65,7 +65,7 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
         {"forward_kl": 1.0, "next_token": 1.0, "discard": 1.0}, discard_topk=VOCAB
     )
     task = LossTask(mix, index, weights, labels, 5)
-    total, values = fused_head_loss(
+    total, values = fused_lm_head_loss(
         normed, head, head.detach(), _teacher(hidden, rows), task
     )
     torch.testing.assert_close(values, (expected * used).detach(), rtol=0, atol=1e-13)

@@ -12,9 +12,9 @@ import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, cap_factors, is_held_out
+from vllm_tide.train.reservoir import Purged, SampleBuffer, cap_factors, in_holdout
 from vllm_tide.train.sample import Branch, Sample
-from vllm_tide.transport.tenant import NOBODY
+from vllm_tide.transport.tenant import NO_TENANT
 
 TOY = ToyTarget()
 KNOBS = {
@@ -22,8 +22,8 @@ KNOBS = {
     "buffer_tokens": 4096,
     "holdout_share": 0.3,
 }
-TRAIN_KEYS = [k for k in range(4000) if not is_held_out(k, 0.3)]
-HELD_KEYS = [k for k in range(4000) if is_held_out(k, 0.3)]
+TRAIN_KEYS = [k for k in range(4000) if not in_holdout(k, 0.3)]
+HELD_KEYS = [k for k in range(4000) if in_holdout(k, 0.3)]
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
     assert buffer.holdout_tokens <= 256
     for key in TRAIN_KEYS[400:500]:  # who has no name has no bound
         buffer.add(document(key))
-    assert sum(s.num_tokens for s in buffer.train if s.tenant == NOBODY) == 2000
+    assert sum(s.num_tokens for s in buffer.train if s.tenant == NO_TENANT) == 2000
 
 
 def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
@@ -203,13 +203,13 @@ def test_random_masses_keep_the_share_with_as_few_caps_as_possible():
         count = rng.randint(1, 8)
         masses = {t: 10 ** rng.uniform(-3, 3) for t in range(1, count + 1)}
         if rng.random() < 0.5:
-            masses[NOBODY] = 10 ** rng.uniform(-3, 3)
+            masses[NO_TENANT] = 10 ** rng.uniform(-3, 3)
         share = rng.uniform(0.05, 0.95)
         factors = cap_factors(masses, share)
-        assert NOBODY not in factors and all(0 < f < 1 for f in factors.values())
+        assert NO_TENANT not in factors and all(0 < f < 1 for f in factors.values())
         after = {t: mass * factors.get(t, 1.0) for t, mass in masses.items()}
         largest = max((mass for t, mass in after.items() if t), default=0.0)
-        if NOBODY in masses or count * share > 1:
+        if NO_TENANT in masses or count * share > 1:
             assert largest <= (share + 1e-9) * sum(after.values())
             # A tenant that is cut is exactly at the bound.
             for tenant in factors:
@@ -217,7 +217,7 @@ def test_random_masses_keep_the_share_with_as_few_caps_as_possible():
                 assert after[tenant] == pytest.approx(bound)
         else:  # no share can be kept: equal ones
             assert largest == pytest.approx(sum(after.values()) / count)
-    assert cap_factors({}, 0.5) == cap_factors({NOBODY: 10.0, 1: 1.0}, 0.5) == {}
+    assert cap_factors({}, 0.5) == cap_factors({NO_TENANT: 10.0, 1: 1.0}, 0.5) == {}
     assert cap_factors({1: 10.0, 2: 1.0}, 1.0) == {}
 
 
@@ -229,8 +229,8 @@ HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
 @pytest.mark.parametrize(
     ("honest", "attacker"),
     [
-        (lambda n: NOBODY, lambda n: LOUD),  # one stable name
-        (lambda n: HONEST, lambda n: NOBODY),  # no name
+        (lambda n: NO_TENANT, lambda n: LOUD),  # one stable name
+        (lambda n: HONEST, lambda n: NO_TENANT),  # no name
         (lambda n: HONEST + n % 4, lambda n: 1000 + n),  # a new one for each request
     ],
 )
@@ -312,7 +312,7 @@ def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
     scored = set(held[:-5])
     seen = Counter()
     for turn in range(30):
-        chosen, others = buffer.held_out(scored, 100, turn)
+        chosen, others = buffer.split_holdout(scored, 100, turn)
         found = [s.key for s in chosen + others]
         assert len(set(found)) == len(found) and set(found) <= set(held)
         assert sum(s.num_tokens for s in others) == 100
@@ -320,6 +320,6 @@ def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
         assert sum(s.num_tokens for s in chosen if s.key in scored) == 100
         seen.update(s.key for s in chosen)
     assert set(seen) == set(held)
-    assert buffer.held_out(scored, 10**6, 0)[1] == []
-    assert buffer.held_out((), 0, 0)[1] == []
-    assert all(any(buffer.held_out(held, 1, turn)) for turn in range(30))
+    assert buffer.split_holdout(scored, 10**6, 0)[1] == []
+    assert buffer.split_holdout((), 0, 0)[1] == []
+    assert all(any(buffer.split_holdout(held, 1, turn)) for turn in range(30))

@@ -170,7 +170,7 @@ def test_a_full_disk_stops_no_training(tmp_path, monkeypatch):
     first = run.save(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(HuggingFaceStorageWriter, "write_data", write_data)
-        with pytest.raises(OSError, match="could not write: .*No space left"):
+        with pytest.raises(OSError, match="cannot write: .*No space left"):
             run.save(tmp_path)
     assert checkpoint.latest(tmp_path) == first
     run.train(1)

@@ -24,16 +24,16 @@ from vllm_tide.train.evaluate import (
     gain,
 )
 from vllm_tide.train.judgement import (
-    ENOUGH,
-    LEAST_RATE,
-    REGROWTH,
+    MIN_RATE,
+    PUBLISH_EVIDENCE,
+    RATE_GROWTH,
     Evidence,
     Pair,
     cycle_lr_scale,
     next_rate,
-    unjudged,
+    without_evaluation,
 )
-from vllm_tide.train.reservoir import is_held_out
+from vllm_tide.train.reservoir import in_holdout
 from vllm_tide.train.step import has_fast_bfloat16
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -59,7 +59,7 @@ def test_gate_refuses_a_small_gain_and_without_a_scored_request():
     assert not result.publish
     assert "below min_gain" in result.reason
     trainer = toy_trainer(0)
-    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    key = next(k for k in range(100) if not in_holdout(k, 0.3))
     trainer.add_samples([TOY.document(1, 60, 3, key)])
     result = trainer.train_cycle()
     assert not result.publish
@@ -84,7 +84,8 @@ def test_requests_are_judged_before_they_are_learnt_from():
     expected = Evidence()
     expected.add(list(Pair(new, live).gains("served").values()))
     assert second.evidence == pytest.approx(expected.wealth)
-    assert second.publish == (expected.wealth >= ENOUGH and expected.gain >= 0.01)
+    enough = expected.wealth >= PUBLISH_EVIDENCE
+    assert second.publish == (enough and expected.gain >= 0.01)
     assert second.new is not None
     assert not second.new.requests  # held-out figures are of held-out requests alone
     trainer.published()
@@ -102,7 +103,7 @@ def test_the_first_steps_after_a_reset_are_small(monkeypatch):
 
     monkeypatch.setattr(trainer.stepper, "run", record)
     trainer.train_cycle()
-    first = [0.5 / 8 * LEAST_RATE, 2 / 8 * LEAST_RATE]
+    first = [0.5 / 8 * MIN_RATE, 2 / 8 * MIN_RATE]
     assert scales[:2] == pytest.approx(first)
     rate = trainer.rate
     assert trainer.train_cycle() and max(scales[12:]) == pytest.approx(rate)
@@ -117,7 +118,8 @@ def test_a_cycle_after_one_without_gain_takes_one_pass(monkeypatch):
 
     def judged(*given):
         gained = 1.0 if next(improved) else 0.0
-        return replace(unjudged(1, 0.0, "told"), improved=bool(gained), gain=gained)
+        result = without_evaluation(1, 0.0, "planted")
+        return replace(result, improved=bool(gained), gain=gained)
 
     monkeypatch.setattr("vllm_tide.train.trainer.judge", judged)
     passes = []
@@ -133,7 +135,7 @@ def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):
     assert trainer.train_cycle().steps == 12
     monkeypatch.setattr("vllm_tide.train.trainer.CYCLE_SECONDS", 0.0)
     assert trainer.train_cycle().steps == 4
-    monkeypatch.setattr("vllm_tide.train.trainer.LEAST_SCORED", 32)
+    monkeypatch.setattr("vllm_tide.train.trainer.MIN_SCORED_ROWS", 32)
     short = trainer.train_cycle()
     assert short.steps == 4
     assert sum(s.num_tokens for s in trainer.buffer.holdout) > 128
@@ -178,7 +180,7 @@ def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
     trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
     assert result.publish and result.improved and result.steps == 0
-    assert result.evidence >= ENOUGH
+    assert result.evidence >= PUBLISH_EVIDENCE
     # It could not be sent: training goes on from it, whatever comes.
     trainer.add_samples(documents_of(rng, 8))
     assert trainer.train_cycle().steps > 0
@@ -188,7 +190,7 @@ def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
     trainer = toy_trainer(40, learning_rate=1e-9)
     trainer.train_cycle()
     trainer.add_samples(documents_of(random.Random(9), 8))
-    trainer.evidence = Evidence(running=2 * ENOUGH, total=50.0, weight=20.0)
+    trainer.evidence = Evidence(running=2 * PUBLISH_EVIDENCE, total=50.0, weight=20.0)
     fresh = {s.key for s in trainer.unscored}
 
     def gain(sample):
@@ -222,8 +224,8 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
         assert not (result.harmful and result.publish)
     # The third has no candidate yet that new requests could have judged.
     assert undone == [False, True, False, False]
-    assert rates == pytest.approx([1.0, 0.5, 0.5 * REGROWTH, 1.0])
-    assert next_rate(LEAST_RATE, replace(result, harmful=True)) == LEAST_RATE
+    assert rates == pytest.approx([1.0, 0.5, 0.5 * RATE_GROWTH, 1.0])
+    assert next_rate(MIN_RATE, replace(result, harmful=True)) == MIN_RATE
 
 
 def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
@@ -238,7 +240,7 @@ def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch)
     monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     result = trainer.train_cycle()
     assert result.fresh_requests and not result.harmful and not result.publish
-    assert trainer.rate == pytest.approx(min(1.0, rate * REGROWTH))
+    assert trainer.rate == pytest.approx(min(1.0, rate * RATE_GROWTH))
     assert not torch.equal(weights_of(trainer.draft), weights_of(trainer.live))
 
 
@@ -313,7 +315,7 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
     def evaluate(draft=None, progress=None, samples=None):
         nonlocal purges
         found = whole(draft, progress, samples)
-        held = is_held_out(samples[0].key, trainer.config.holdout_share)
+        held = in_holdout(samples[0].key, trainer.config.holdout_share)
         if draft is trainer.live and held:  # held-out requests that are new
             trainer.purge(tenant=7)  # nobody here, but no score is kept
             purges += 1
@@ -336,7 +338,7 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     trainer.add_samples(documents_of(random.Random(8), 10))
     result = trainer.train_cycle()
     assert (result.publish, result.steps) == (True, 0)
-    assert result.evidence >= ENOUGH > 19
+    assert result.evidence >= PUBLISH_EVIDENCE > 19
     assert result.new is not None
     assert {s.key for s in trainer.buffer.holdout} == set(result.new.requests)
     assert torch.equal(weights_of(trainer.draft), scored)

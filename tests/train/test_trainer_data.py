@@ -26,7 +26,7 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train import step
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.reservoir import SampleBuffer, in_holdout
 from vllm_tide.train.sample import Branch, TopK
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.record import Record
@@ -54,7 +54,7 @@ def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
 def test_rows_the_pruned_draft_cannot_say_are_not_trained():
     draft = pruned_draft(torch.arange(0, VOCAB, 2))
     trainer = Trainer(draft, TOY.rows, TrainConfig(**KNOBS))
-    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    key = next(k for k in range(100) if not in_holdout(k, 0.3))
     document = TOY.document(1, 30, 1, key)
     trainer.add_samples([document])
     (stored,) = trainer.buffer.train
@@ -163,7 +163,7 @@ def test_buffers_stay_bounded_and_keep_the_newest():
         buffer.add(TOY.document(1, 20, 3, key))
         assert buffer.train_tokens <= 1024
         assert buffer.holdout_tokens <= 512
-    newest = max(k for k in range(300) if not is_held_out(k, 0.3))
+    newest = max(k for k in range(300) if not in_holdout(k, 0.3))
     assert buffer.train[-1].key == newest
     assert buffer.evicted["train"] > 0
     assert not {s.key for s in buffer.train} & {s.key for s in buffer.holdout}
