@@ -180,7 +180,7 @@ def cuts(
     if prices is None:
         manager.set_cost_curves(*COSTS)
     else:
-        manager._rounds = 10 * 100  # no longer young: it cuts
+        manager._steps_since_swap = 10 * 100  # no longer young: it cuts
     found = {}
     for name, sure in (("all", 1.0), ("half", 0.5), ("none", 0.0)):
         confidence.sure = sure

@@ -23,14 +23,14 @@ from vllm_tide.transport.ring import Collect
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     # However slow the machine, every tick looks at the canary.
-    monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
+    monkeypatch.setattr("vllm_tide.deploy.deployment.CANARY_TIME_SHARE", math.inf)
     made = Engine(tmp_path)
     yield made
     made.close()
 
 
 def order(sidecar, what):
-    return sidecar.carry_out({"do": what})
+    return sidecar.execute({"do": what})
 
 
 def test_a_head_on_trial_is_rolled_back_to_the_one_before(engine):
@@ -126,14 +126,16 @@ def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
     assert sidecar._tick() and sidecar._may_train()
     assert order(sidecar, "pause") == {"ok": True, "paused": True, "was_paused": False}
     assert not sidecar._may_train() and not sidecar._tick_in_cycle()
-    assert engine.ring.wish is Collect.NOTHING
+    assert engine.ring.collect_mode is Collect.NOTHING
     sidecar._update_status(force=True)
     assert not sidecar.status.schedule["collecting"]
     sidecar.feeds.close()
-    assert engine.ring.wish is Collect.NOTHING
+    assert engine.ring.collect_mode is Collect.NOTHING
     again = attach(engine)
     assert (
-        again._tick() and not again._may_train() and engine.ring.wish is Collect.NOTHING
+        again._tick()
+        and not again._may_train()
+        and engine.ring.collect_mode is Collect.NOTHING
     )
     answer = order(again, "resume")
     assert answer == {"ok": True, "paused": False, "was_paused": True}

@@ -13,7 +13,7 @@ import pytest
 from tests.transport.samples import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
-from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
+from vllm_tide.transport.admin import AdminSocket, send, send_to_all, trainer_sockets
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import TransportError
 
@@ -31,13 +31,13 @@ def served(run_dir):
     trainer, ending = AdminSocket(run_dir), threading.Event()
     asked = []
 
-    def carry_out(request):
+    def execute(request):
         asked.append(request)
         return {"ok": True, "did": request["do"], "what": request["what"]}
 
     def loop():
         while not ending.wait(0.005):
-            trainer.poll(carry_out)
+            trainer.poll(execute)
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -70,7 +70,7 @@ def leave_socket(run_dir):
 def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
     trainer, asked = served
     order = {"do": "pause", "what": 1}
-    answers = ask_all(run_dir, order, 5)
+    answers = send_to_all(run_dir, order, 5)
     assert answers == {
         f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}
     }
@@ -92,7 +92,7 @@ def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
         while not trainer_sockets(run_dir):
             assert time.monotonic() < until
             time.sleep(0.01)
-        (answer,) = ask_all(run_dir, order, 5).values()
+        (answer,) = send_to_all(run_dir, order, 5).values()
         assert answer["ok"]
         (path,) = trainer_sockets(run_dir)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -100,7 +100,7 @@ def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
 
 
 def test_a_socket_that_could_not_be_made_is_made_later(run_dir, caplog, monkeypatch):
-    monkeypatch.setattr(admin, "LOOK_S", 0.0, raising=False)
+    monkeypatch.setattr(admin, "CHECK_PERIOD_S", 0.0, raising=False)
     run_dir.touch()
     trainer = AdminSocket(run_dir)
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
     staged = run_dir / ".admin-1-00000000.new"
     staged.touch()
     with pytest.raises(TransportError, match="no trainer is running"):
-        ask_all(run_dir, {"do": "status"}, 1)
+        send_to_all(run_dir, {"do": "status"}, 1)
     trainer = AdminSocket(run_dir)
     assert trainer_sockets(run_dir) == [trainer.path]
     trainer.close()
@@ -214,7 +214,7 @@ def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
     trainer = AdminSocket(run_dir)
     assert trainer_sockets(run_dir) == [trainer.path]
     assert len(seen) == 1 and trainer.path not in seen
-    (answer,) = ask_all(run_dir, {"do": "status"}, 0.05).values()
+    (answer,) = send_to_all(run_dir, {"do": "status"}, 0.05).values()
     assert "has not answered" in answer["error"]  # connected: it only is not polled
     trainer.close()
 
@@ -223,11 +223,13 @@ def test_trainers_of_one_pid_are_two(run_dir):
     """As in two containers that share the run directory."""
     first, second = AdminSocket(run_dir), AdminSocket(run_dir)
     assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
-    names = sorted(ask_all(run_dir, {"do": "status"}, 0.05))
+    names = sorted(send_to_all(run_dir, {"do": "status"}, 0.05))
     assert len(names) == 2
     assert all(name.startswith(f"trainer {os.getpid()}-") for name in names)
     first.close()
-    assert list(ask_all(run_dir, {"do": "status"}, 0.05)) == [f"trainer {os.getpid()}"]
+    assert list(send_to_all(run_dir, {"do": "status"}, 0.05)) == [
+        f"trainer {os.getpid()}"
+    ]
     second.close()
 
 

@@ -11,13 +11,13 @@ import pytest
 from tests.transport.samples import make_manifest, make_spec
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.capture.switch import PAUSED, Switch, heed_switches
+from vllm_tide.capture.switch import PAUSED, Switch, watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.purge import announce_trainer
-from vllm_tide.transport.rendezvous import lasting_folder, write_manifest
+from vllm_tide.transport.rendezvous import durable_folder, write_manifest
 from vllm_tide.transport.ring import Collect
 
 
@@ -36,7 +36,7 @@ def recorder():
 def state(request, tmp_path, monkeypatch):
     """`tide.train.state_dir` as arguments: a directory, or none for the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(switch, "LOOK_S", 0.02)
+    monkeypatch.setattr(switch, "POLL_S", 0.02)
     return [str(tmp_path / "kept")] if request.param else []
 
 
@@ -67,13 +67,13 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
     switch_off(name, run_dir, state)
     shutil.rmtree(run_dir)
     announce(run_dir, state)
-    heed_switches(recorder, run_dir, *state).set()
-    assert recorder.wish is Collect.NOTHING
+    watch_capture_switch(recorder, run_dir, *state).set()
+    assert recorder.collect_mode is Collect.NOTHING
     assert Switch(run_dir, PAUSED, *state).on == (name == "pause")
     assert main(["capture", "on", "--run-dir", str(run_dir)]) == 0
     Switch(run_dir, PAUSED, *state).set(False)
-    heed_switches(recorder, run_dir, *state).set()
-    assert recorder.wish is Collect.FULL
+    watch_capture_switch(recorder, run_dir, *state).set()
+    assert recorder.collect_mode is Collect.FULL
 
 
 @pytest.mark.parametrize("name", ["capture_off.json", "paused.json"])
@@ -87,7 +87,7 @@ def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     (run_dir / name).write_text("{}")
-    ended = heed_switches(recorder, run_dir, *state)
+    ended = watch_capture_switch(recorder, run_dir, *state)
     try:
         for _ in range(2):
             shutil.rmtree(run_dir)
@@ -110,7 +110,7 @@ def test_switches_of_two_run_directories_are_two(recorder, tmp_path, state):
     for name in ("one", "two"):
         announce(tmp_path / name, state)
     switch_off("capture", tmp_path / "one", state)
-    heed_switches(recorder, tmp_path / "two", *state).set()
+    watch_capture_switch(recorder, tmp_path / "two", *state).set()
     assert not recorder.off
 
 
@@ -147,11 +147,11 @@ def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
     assert main(["pause", *where]) == 0
     assert "paused (no trainer is running)" in capsys.readouterr().out
     assert Switch(run_dir, PAUSED, *state).on
-    heed_switches(recorder, run_dir, *state).set()
+    watch_capture_switch(recorder, run_dir, *state).set()
     assert recorder.off
     assert main(["resume", *where]) == 0
     assert "resumed (no trainer is running)" in capsys.readouterr().out
-    heed_switches(recorder, run_dir, *state).set()
+    watch_capture_switch(recorder, run_dir, *state).set()
     assert not recorder.off
 
 
@@ -164,7 +164,7 @@ def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, caps
     assert "no trainer is running" not in (said := capsys.readouterr().err)
     assert f"trainer {os.getpid()} has no socket" in said
     # Nor one whose run directory has just vanished.
-    (path,) = announce_trainer([lasting_folder(run_dir, *state or [None])])
+    (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)
     announce(run_dir, state)
     assert main(["pause", "--run-dir", str(run_dir)]) == 2

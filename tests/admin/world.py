@@ -185,7 +185,7 @@ class Engine:
         name = secrets.token_hex(8)
         with world.acting(self.pid):
             rendezvous.reclaim_orphans(world.run_dir)
-            rendezvous.require_room(world.run_dir)
+            rendezvous.require_space(world.run_dir)
             self.ring = RingWriter.create(SPEC, 1 << 20)
             self.weights = WeightsSegment.create(1 << 16)
             state = str(world.state_dir)
@@ -218,19 +218,19 @@ class Engine:
         world = self.world
         with world.acting(self.pid):
             if world.mono >= self.next_look:
-                self.next_look = world.mono + switch.LOOK_S
+                self.next_look = world.mono + switch.POLL_S
                 self.recorder.off = bool(self.switches.read())
             if world.mono >= self.next_report:
                 self.next_report = world.mono + 1.0
                 self.announce()
                 self.weights.heartbeat()
-                self.child._look()
+                self.child._check()
             self.ring.heartbeat()
             self.serve()
 
     def serve(self):
         world = self.world
-        if self.recorder.wish is Collect.NOTHING:
+        if self.recorder.collect_mode is Collect.NOTHING:
             return
         key, tenant = world.random.getrandbits(63), world.random.choice((1, 2))
         record = replace(make_record(SPEC, 1), key=key, tenant=tenant)
@@ -271,7 +271,7 @@ class Trainer:
             return
         self.inbox = PurgeInbox(world.run_dir)
         kept = rendezvous.state_dirs(world.run_dir)
-        folders = [rendezvous.lasting_folder(world.run_dir, each) for each in kept]
+        folders = [rendezvous.durable_folder(world.run_dir, each) for each in kept]
         self.files = purge.announce_trainer(folders)
         self.pause = Switch(
             world.run_dir, PAUSED, *rendezvous.state_dirs(world.run_dir)
@@ -313,7 +313,7 @@ class Trainer:
             removed, self.held = len(self.held) - len(kept), kept
             self.feeds.purge(request.tenant)
             self.inbox.done(request, {"tokens": removed})
-        self.socket.poll(self.carry_out)
+        self.socket.poll(self.execute)
         if self.report.due():
             self.report.write(self.status)
 
@@ -324,7 +324,7 @@ class Trainer:
                 self.fresh += 1
                 self.world.check_purged(record.key)
 
-    def carry_out(self, request):
+    def execute(self, request):
         if request["do"] == "status":
             told = dict.fromkeys(
                 ("waiting_for", "last_decision", "cycles", "steps", "publications"), 0

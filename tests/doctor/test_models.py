@@ -31,7 +31,7 @@ def fit_of(tmp_path, section=None, **models):
         ({}, "layers [1, 2, 3]"),
         ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size"),
         ({"vocab_size": 321}, "its vocab_size is 321"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "the ids must lie in 0..4"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "the ids must be distinct"),
         ({"hidden_act": "gelu"}, "The trainer cannot take the draft"),
         ({"intermediate_size": 64}, "has shape (64, 128)"),
     ],
@@ -97,6 +97,6 @@ def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
 def test_another_device_and_v1_on_a_gpu_are_refused():
     with pytest.raises(ConfigError, match="tide: device 'tpu' is not supported"):
         arguments.check_device("tpu", v2=True)
-    with pytest.raises(ConfigError, match="on 'cuda' it needs Model Runner V2"):
+    with pytest.raises(ConfigError, match="device 'cuda' needs Model Runner V2"):
         arguments.check_device("cuda", v2=False)
     arguments.check_device("cpu", v2=False)

@@ -167,6 +167,6 @@ class Garbage:
                 shape = drafts[:, :depth].shape
                 drafts[:, :depth] = torch.randint(0, 256, shape, generator=random)
                 table.first[: len(slots)] = -1 - own
-                table.whose[slots] = 1
+                table.is_memory[slots] = 1
 
         NgramTable.choose = choose

@@ -79,11 +79,11 @@ CASES = [
     ({"draft_vocab_size": 999}, "its draft_vocab_size is 999, but the target's"),
     (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
-        "is [1, 2, 9], but the target has 4 layers; the ids must lie in 0..4",
+        "is [1, 2, 9], but the target has 4 layers; the ids must be distinct",
     ),
     (
         {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
-        "is [1, 1, 2], but the target has 4 layers; the ids must lie in 0..4",
+        "is [1, 1, 2], but the target has 4 layers; the ids must be distinct",
     ),
     (
         {"eagle_aux_hidden_state_layer_ids": "2"},

@@ -56,7 +56,7 @@ def test_a_limit_with_adaptive_verification_needs_predicted_times(gpu, target, d
     check_speculative_config(dict(config), target)
     limited = {"control": {"policy": "threshold", "slo_tpot_ms": 40}}
     assert refusal(config | {"tide": limited}, target).startswith(
-        "tide.control.slo_tpot_ms: 'threshold' predicts no times"
+        "tide.control.slo_tpot_ms: 'threshold' predicts no step times"
     )
     limited["control"]["policy"] = "adaspec"
     check_speculative_config(config | {"tide": limited}, target)
@@ -116,7 +116,7 @@ REFUSED = [
     (
         "speculative_config",
         {"tide": {"control": {"policy": "threshold", "verify": False}}, **ADAPTIVE},
-        "tide.control.verify: false keeps every drafted token",
+        "tide.control.verify: false verifies every drafted token",
     ),
     (
         "speculative_config",
@@ -126,7 +126,7 @@ REFUSED = [
     (
         "speculative_config",
         {"draft_sample_method": "probabilistic"},
-        "draft_sample_method: with 'probabilistic' tide does not see",
+        "draft_sample_method: with 'probabilistic' the probability of the",
     ),
     ("", {"kv_transfer_config": object()}, "--kv-transfer-config: "),
     ("", {"weight_transfer_config": object()}, "--weight-transfer-config: "),
@@ -255,7 +255,7 @@ EAGER = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
         (
             "attention_config",
             Config(backend=None, backend_per_kind={"full": Chosen}),
-            "--attention-backend FLASHY cannot do it.",
+            "--attention-backend FLASHY lacks support.",
         ),
     ],
 )

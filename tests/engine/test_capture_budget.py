@@ -163,7 +163,7 @@ def test_a_request_longer_than_the_ring_is_not_shut_out_for_good():
     )
     budget, now = RowBudget(lambda: now[0]), [0.0]
     budget._output_rows = 1e6
-    budget.look(ring)
+    budget.update(ring)
     ticket = SimpleNamespace(key=1, prompt=-1, rows=0)
     assert budget.take(ticket, 10, 5000) is None
     assert budget.take(SimpleNamespace(key=2, prompt=-1, rows=0), 10, 5) is not None
@@ -176,7 +176,7 @@ def test_what_the_prefix_cache_holds_is_not_owed(server):
     rows = np.zeros((10, len(LAYERS) * H), np.uint16)
     step = step_rows(each.ids.numpy(), rows, rows[:, :H].copy(), None, version=0)
     for number in range(30):
-        budget.look(each.ring)
+        budget.update(each.ring)
         ticket = capture._admit(f"long{number}", None, True)
         assert budget.take(ticket, 10, 1000) is None
         of = {"count": 10, "start": 990, "num_prompt_tokens": 1000, "committed": 1}

@@ -13,7 +13,7 @@ from tests.engine.test_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture import switch
-from vllm_tide.capture.switch import heed_switches
+from vllm_tide.capture.switch import watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.metrics import TideProm
 from vllm_tide.transport.rendezvous import write_manifest
@@ -39,19 +39,19 @@ def until(true, seconds=60):
 def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
     step, tmp_path, capsys, caplog, monkeypatch
 ):
-    monkeypatch.setattr(switch, "LOOK_S", 0.02)
+    monkeypatch.setattr(switch, "POLL_S", 0.02)
     caplog.set_level(logging.INFO, "vllm.tide")
     where = ["--run-dir", str(tmp_path)]
     write_manifest(tmp_path, make_manifest())
-    ended = heed_switches(step.capture, tmp_path)
+    ended = watch_capture_switch(step.capture, tmp_path)
     try:
-        assert step.capture.wish is Collect.FULL
+        assert step.capture.collect_mode is Collect.FULL
         assert main(["capture", "off", *where]) == 0
         until(lambda: step.capture.off)
         assert [r for r in step.run() if r.num_rows] == []
         assert step.capture.dropped["paused"] == 20
         other = Step("hidden")  # of an engine that starts now
-        heed_switches(other.capture, tmp_path).set()
+        watch_capture_switch(other.capture, tmp_path).set()
         assert other.capture.off and other.run() == []
         other.close()
         assert main(["capture", "on", *where]) == 0
@@ -67,8 +67,8 @@ def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
 
 def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
     (tmp_path / "paused.json").write_text("{}")
-    heed_switches(step.capture, tmp_path).set()
-    assert step.capture.wish is Collect.NOTHING
+    watch_capture_switch(step.capture, tmp_path).set()
+    assert step.capture.collect_mode is Collect.NOTHING
     write_manifest(tmp_path, make_manifest())
     write_manifest(tmp_path, make_manifest("e2"))
     assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
@@ -83,7 +83,7 @@ def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, wanted):
         f"capture is {wanted} in %s; 0 engines follow: is it the server's --run-dir?\n"
     )
     assert main(["capture", wanted, "--run-dir", str(absent)]) == 1
-    none = f"error: no run directory {absent}: nothing is set; give --run-dir\n"
+    none = f"error: no run directory {absent}: nothing set; give --run-dir\n"
     expected = ("", none) if wanted == "off" else (said % absent, "")
     assert capsys.readouterr() == expected
     assert list(tmp_path.iterdir()) == []
@@ -100,7 +100,7 @@ def test_a_switch_in_the_temporary_directory_does_not_grow_old(step, tmp_path, n
     """systemd-tmpfiles removes from /tmp what is ten days old: capture would go on."""
     (tmp_path / name).write_text("{}")
     os.utime(tmp_path / name, (0, 0))
-    heed_switches(step.capture, tmp_path).set()
+    watch_capture_switch(step.capture, tmp_path).set()
     assert time.time() - (tmp_path / name).stat().st_mtime < 60
 
 

@@ -45,8 +45,8 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
         assert report["faults"] == report["control_faults"] == {}
         return report, drafted(report["records"])
 
-    said("captures tokens and hidden states of 100% of the requests, of every tenant")
-    said("not say tide_capture false and have no cache_salt.*vllm-tide capture off")
+    said("captures tokens and hidden states of 100% of the requests of all tenants")
+    said("without tide_capture false and without cache_salt.*vllm-tide capture off")
     said(f"{served.run_dir}; policy 'threshold', up to 5 draft.*no trainer is started")
     disk, by_disk = all_drafts()
     varied = served(PROMPTS, forget=True, max_tokens=24, script=VARIED)
@@ -60,7 +60,7 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
     assert disk["addresses"] == other["addresses"] == back["addresses"]
     assert by_disk == by_back != by_other
     served.reader.set_collect(False)
-    said("the trainer asks for no rows")
+    said("the trainer requests no rows")
     served.reader.set_collect(True)
-    said("the trainer asks for rows again")
+    said("the trainer requests rows again")
     assert log.read_text().count("is live") == 2

@@ -20,7 +20,7 @@ from vllm_tide.config import CaptureConfig, TideConfig
 from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.worker_v1 import WorkerTideV1
-from vllm_tide.engine.worker_v2 import MADE_UP, WorkerTideV2
+from vllm_tide.engine.worker_v2 import DUMMY_REQUEST_PREFIXES, WorkerTideV2
 from vllm_tide.metrics import ENGINE
 from vllm_tide.transport.ring import RingSpec, RingWriter
 
@@ -202,7 +202,7 @@ def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
         text = file.read_text()
         found |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
         found |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
-    assert found == set(MADE_UP)
+    assert found == set(DUMMY_REQUEST_PREFIXES)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def with_memory(trims: bool = True) -> ControlV2:
     from vllm_tide.engine.memory_v2 import MemoryV2
 
     control = begun(trims)
-    control.memory = SimpleNamespace(told=MemoryV2.told)
+    control.memory = SimpleNamespace(from_memory=MemoryV2.from_memory)
     return control
 
 

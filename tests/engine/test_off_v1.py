@@ -63,7 +63,7 @@ def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatc
     kept, keep = [], engine.control._backlog.keep
     engine.control._backlog.keep = lambda *a: (kept.append(a[3].copy()), keep(*a))
     engine.go()
-    assert engine.control._resting == REST
+    assert engine.control._skips_left == REST
     engine.drafts["r3"] = [7, 1, 1]
     assert engine.go() == 1, "the policy was asked"
     assert kept[-1].tolist() == [1] * 3 + [2] + [1] * 12, "committed rows alone"

@@ -14,9 +14,9 @@ import torch
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.server_log import ServerLog
-from vllm_tide.engine.worker import with_topk_of
+from vllm_tide.engine.worker import with_valid_topk
 from vllm_tide.engine.worker_v1 import WorkerTideV1
-from vllm_tide.transport.rendezvous import plain
+from vllm_tide.transport.rendezvous import to_builtins
 
 ODD = {
     "float": np.float64(0.5),
@@ -35,7 +35,7 @@ ODD = {
 def test_every_number_becomes_one_that_vllm_can_send():
     with pytest.raises((TypeError, OverflowError)):
         msgspec.msgpack.encode(ODD)
-    found = plain(ODD)
+    found = to_builtins(ODD)
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(found), strict=False)
     assert told["float"] == 0.5 and told["int"] == 7 and told["flag"] is True
     assert told["array"] == [0, 1, 2] and told["tensor"] == 2.5
@@ -107,6 +107,6 @@ def test_an_engine_that_ends_meanwhile_is_not_announced_again(tmp_path, monkeypa
 @pytest.mark.parametrize(("asked", "entries"), [(64, 64), (100, 100), (1024, 100)])
 def test_a_topk_teacher_has_no_more_entries_than_the_target_has_tokens(asked, entries):
     config = parse_tide({"capture": {"teacher": "topk", "teacher_topk": asked}})
-    found = with_topk_of(config, 100)
+    found = with_valid_topk(config, 100)
     assert found.capture.teacher_topk == entries
     assert found.capture.teacher == "topk" and found.train == config.train

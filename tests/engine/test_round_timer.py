@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vllm_tide.engine.requests import RequestTable
-from vllm_tide.engine.timers import RoundTimer
+from vllm_tide.engine.timers import StepTimer
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 
 def test_a_step_is_split_into_target_draft_and_host():
     clock = Clock()
-    timer = RoundTimer(clock)
+    timer = StepTimer(clock)
     timer.begin(continues=False)
     clock.now = 1.0
     timer.planned(requests=3, context=300, verified=4, prefill=2)
@@ -57,13 +57,13 @@ def test_a_step_is_split_into_target_draft_and_host():
 
 def test_what_is_decided_before_drafting_is_time_of_the_host():
     clock = Clock()
-    timer = RoundTimer(clock)
+    timer = StepTimer(clock)
     timer.begin(continues=True)
     timer.planned(1, 10, 0, 0)
     timer.end()
     timer.begin(continues=True)
     timer.planned(1, 10, 0, 0)
-    timer.asks()
+    timer.mark_decision()
     clock.now = 3.0
     timer.begin_draft(caught_up_s=2.0)
     clock.now = 3.5

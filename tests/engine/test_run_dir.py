@@ -23,10 +23,10 @@ from vllm_tide.engine.worker import WorkerTide
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 tide = object.__new__(WorkerTide)
 tide._run_dir, tide._losses = Path(sys.argv[1]), Counter()
-print(tide._clean_run_dir(), dict(tide._losses))
+print(tide._prepare_run_dir(), dict(tide._losses))
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-made = tide._clean_run_dir()
+made = tide._prepare_run_dir()
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 print(made, dict(tide._losses))
 """
@@ -39,8 +39,8 @@ def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
     said = subprocess.run(argv, stdout=-1, text=True, check=True).stdout.splitlines()
     assert said[0] == "True {}" and said[-1] == "False {'run_dir_full': 1}"
     (sentence,) = (line for line in said if line.startswith("ERROR"))
-    assert f"no room in run directory {run}: File too large" in sentence
-    assert "captures and learns nothing: make room there and restart it." in sentence
+    assert f"no space in run directory {run}: File too large" in sentence
+    assert "captures and learns nothing: free space there and restart it." in sentence
     assert os.listdir(run) == []
 
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from vllm_tide.config import parse_tide
-from vllm_tide.engine.server_log import ServerLog, TrainerLog, say_start
+from vllm_tide.engine.server_log import ServerLog, TrainerLog, log_start
 
 
 def logged(caplog) -> list[str]:
@@ -16,7 +16,7 @@ def logged(caplog) -> list[str]:
 def test_a_start_notes_knobs_without_effect(caplog):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     section = {"preset": "control", "train": {"device": "cuda"}}
-    say_start(parse_tide(section), Path("/run/x"), 3)
+    log_start(parse_tide(section), Path("/run/x"), 3)
     captures, note, where = logged(caplog)
     assert captures == "vllm_tide: captures nothing (tide.capture)."
     assert note.startswith("vllm_tide: tide.train.device: has no effect: no request")
@@ -55,9 +55,9 @@ def test_what_a_request_got_wrong_is_said_once_without_its_words(caplog):
         log.report({"dropped": dropped, "malformed_slo": count}, 0.0)
     said = logged(caplog)
     assert len(said) == 3
-    assert "vllm_xargs: a tide_ key is none of tide_capture, " in said[0]
+    assert "vllm_xargs: a tide_ key is not one of tide_capture, " in said[0]
     assert "tide_capture is neither true nor false" in said[1]
-    assert "tide_slo_tpot_ms is no positive number" in said[2]
+    assert "tide_slo_tpot_ms is not a positive number" in said[2]
 
 
 CYCLE = "2026-11-29 14:00:00,1 vllm_tide.train INFO event=cycle cycle={} gain=0.1 "
@@ -68,15 +68,15 @@ def test_the_trainer_s_decisions_are_repeated(caplog, tmp_path):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     path = tmp_path / "trainer.log"
     log = TrainerLog(path)
-    log.look(0.0)
+    log.repeat_new(0.0)
     path.write_text(CYCLE.format(1) + "a secret\n" + CYCLE.format(2) + "half")
-    log.look(1.0)
+    log.repeat_new(1.0)
     with path.open("a") as file:
         file.write(" a line\nx INFO event=publish version=1 gain=0.2\n")
         file.write("x INFO event=joined engine=e\n")
-    log.look(2.0)
+    log.repeat_new(2.0)
     path.write_text(CYCLE.format(3))  # it was truncated
-    log.look(12.0)
+    log.repeat_new(12.0)
     assert logged(caplog) == [
         "vllm_tide: trainer, cycle 1: gain +0.00 +- 0.01; gain below min_gain 0.01",
         "vllm_tide: trainer, publish: version=1 gain=0.2",

@@ -9,7 +9,7 @@ def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):
     done = []
     monkeypatch.setattr(stage.torch.cuda, "set_device", done.append)
     room = SimpleNamespace(device="cuda:3")
-    stager = stage.Stager(SimpleNamespace(), SimpleNamespace(), room=room)
+    stager = stage.Stager(SimpleNamespace(), SimpleNamespace(), buffer=room)
     monkeypatch.setattr(stage, "POLL_SECONDS", 0)
 
     def look():
@@ -29,7 +29,7 @@ def test_no_draft_is_copied_to_a_device_before_the_first_step(monkeypatch):
     publication = SimpleNamespace(version=1, meta={}, tensors={})
     segment = SimpleNamespace(latest_version=lambda: 1, read=lambda: publication)
     contract = SimpleNamespace(check=lambda _: None)
-    stager = stage.Stager(segment, contract, room=room)
+    stager = stage.Stager(segment, contract, buffer=room)
     stager.check_now()
     assert not uploads and stager.staged_version == 0
     stager.serving = True

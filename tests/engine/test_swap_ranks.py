@@ -30,7 +30,7 @@ def swap(failing):
     )
     made._group = SimpleNamespace(cpu_group=dist.group.WORLD, rank_in_group=rank)
     made._segment = SimpleNamespace(report=lambda *told: None)
-    made._draft = made._config = made._room = made._tracing = None
+    made._draft = made._config = made._buffer = made._tracing = None
     made.shared, made._last_good = frozenset(), StagedDraft(0, "old")
     made.version, made.num_swaps, made.seconds, made._last_seconds = 0, 0, [], 0.0
 

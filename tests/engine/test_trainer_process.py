@@ -161,7 +161,7 @@ def test_engines_of_a_group_have_one_trainer_and_each_its_relay(tmp_path, sideca
     second.start()
     until(lambda: len(started(tmp_path)) == 1)
     for _ in range(3):
-        second._look()
+        second._check()
     assert len(started(tmp_path)) == 1
     first.close()  # as its engine ends
     until(lambda: len(started(tmp_path)) == 2)
@@ -184,7 +184,7 @@ def test_the_trainer_of_an_engine_that_was_killed_keeps_others_from_starting_one
     first.close()
     second.start()
     for _ in range(3):
-        second._look()
+        second._check()
     assert len(started(tmp_path)) == 1
     orphan.kill()
     orphan.wait()
@@ -200,7 +200,7 @@ def test_its_log_is_bounded_and_goes_on(tmp_path, sidecar, monkeypatch):
     until(lambda: log.exists() and b"newest" in log.read_bytes())
     one.close()
     one._next = math.inf  # it only looks after the log
-    one._look()
+    one._check()
     assert log.stat().st_size <= 100_000
     assert sorted(os.listdir(tmp_path)) == [
         "python", "python.started", "trainer-e1.log", "trainer-e1.log.1",

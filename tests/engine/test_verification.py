@@ -49,7 +49,7 @@ def make(monkeypatch):
 
     def made(
         context: int = 100,
-        look_share: float = 0.0,
+        full_verify_share: float = 0.0,
         times=TIMES,
         young=False,
         told=None,
@@ -67,7 +67,7 @@ def make(monkeypatch):
         control._shape = (REQS, context, REQS * K, 0)
         manager = StepCostVerification(
             control,
-            look_share,
+            full_verify_share,
             told,
             req_states=states,
             query_start_loc=torch.zeros(REQS + 1, dtype=torch.int32),
@@ -80,7 +80,7 @@ def make(monkeypatch):
         chances = SURVIVAL / np.column_stack([np.ones(REQS), SURVIVAL[:, :-1]])
         manager._stale_confidences[0].np[:] = chances
         manager._confidence_probs.copy_(torch.from_numpy(chances))
-        manager._rounds = 0 if young else 1000
+        manager._steps_since_swap = 0 if young else 1000
         return manager
 
     return made
@@ -152,7 +152,7 @@ def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
     learnt = seen.learnt()
     for limit, drafts in ((np.inf, 3), (1e-9, 0)):
         for manager in ranks:
-            manager._rounds = 1000
+            manager._steps_since_swap = 1000
             order = {"step_costs": (limit, learnt)}
             manager.begin_step(
                 SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0
@@ -169,7 +169,7 @@ def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
 def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
     make,
 ):
-    manager = make(800, look_share=0.5, young=True)
+    manager = make(800, full_verify_share=0.5, young=True)
     order(manager)
     cut = best(800)
     assert [verified(manager) for _ in range(200)] == [REQS * K] * 200
@@ -306,7 +306,7 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
     for _ in range(2):  # upstream makes the KV cache twice
         assert tide.make_verification(refuse) is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "allows none. Until then tide.control caps" in caplog.text
+    assert "allows none. Until then tide.control limits" in caplog.text
     runner = tide._runner
     assert not runner.rejection_sampler.enable_adaptive_verification
     assert runner.speculator.acceptance_estimator is None
@@ -324,8 +324,8 @@ def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
     class Recorded:
         UPSTREAM = ()
 
-        def __init__(self, control, look_share, on_measured):
-            given.append(look_share)
+        def __init__(self, control, full_verify_share, on_measured):
+            given.append(full_verify_share)
 
     monkeypatch.setattr(verification, "StepCostVerification", Recorded)
     tide = worker(begun(trims=False))

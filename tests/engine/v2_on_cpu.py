@@ -56,7 +56,7 @@ def verify_adaptively(
     upstream._assign_draft_token_budget_compiled = upstream._assign_draft_token_budget
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **kwargs: mode
     # Cuts from the start: the estimator would first be fitted after hundreds of rounds.
-    verification._YOUNG_ROUNDS = 0
+    verification._WARMUP_STEPS = 0
     inner = verification.StepCostVerification.__init__
 
     def __init__(self, *args, **kwargs):

@@ -115,7 +115,7 @@ class Rig:
         names = torch.tensor(slots)
         num = torch.tensor([len(came[slot]) for slot in slots], dtype=torch.int32)
         rejected = torch.tensor([7] * n, dtype=torch.int32)
-        whose = self.table.whose[names].clone()
+        whose = self.table.is_memory[names].clone()
         self.table.grade(names, sampled, num, rejected, self.total, self.prefill)
         self.wanted.grade(came)
         counts, chance = self.table.counts.cpu(), self.table.chance.cpu()
@@ -212,7 +212,7 @@ def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
     made = torch.tensor(drafts[0])[None]
     rig.table.choose(names, num, rig.total, rig.texts, 900, made, K, None)
     assert made.tolist() == [drafts[0]] and rig.table.known[0] == 0
-    assert rig.table.whose[0] == 0
+    assert rig.table.is_memory[0] == 0
 
 
 @pytest.mark.interpreted
@@ -242,7 +242,7 @@ def test_without_a_draft_nothing_is_proposed_and_still_graded():
         rig.table.grade(names, sampled, num, num, rig.total, rig.prefill)
         made = torch.tensor(none[0])[None]
         rig.table.choose(names, num, rig.total, rig.texts, 99, made, 0, None)
-        assert made.tolist() == [none[0]] and rig.table.whose[0] == 0
+        assert made.tolist() == [none[0]] and rig.table.is_memory[0] == 0
         assert rig.table.first[0] == -1
     tries, hits = rig.table.counts[MEMORY]
     assert tries[:, 0].sum() == hits[:, 0].sum() > 1.5
@@ -307,7 +307,7 @@ def test_a_fault_is_contained_and_texts_are_read_anew(monkeypatch):
     drafts, _, first = step()
     assert drafts == [[5, 6]] == first.tolist()
     assert memory.guard.faults == {"memory_propose": 1}
-    assert memory._table.known.tolist() == memory._table.whose.tolist() == [0]
+    assert memory._table.known.tolist() == memory._table.is_memory.tolist() == [0]
     monkeypatch.setattr(NgramTable, "choose", choose)
     states.total_len.gpu[0] -= 1
     assert step()[0] == [[7, 7]] and memory._table.known[0] == 7

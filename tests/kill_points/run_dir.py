@@ -18,14 +18,14 @@ from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.sidecar import report
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import purge, tenant
-from vllm_tide.transport.admin import AdminSocket, NoTrainer, ask_all
+from vllm_tide.transport.admin import AdminSocket, NoTrainerError, send_to_all
 from vllm_tide.transport.rendezvous import (
-    lasting_folder,
+    durable_folder,
     prepare_run_dir,
     read_manifests,
     reclaim_orphans,
     remove_manifest,
-    require_room,
+    require_space,
     take_lock,
     write_manifest,
 )
@@ -45,7 +45,7 @@ class RunDir(Protocol):
         """Another engine and its trainer start."""
         reclaim_orphans(self.run_dir)
         tenant.tenant_key(self.run_dir, str(self.state))
-        lasting = lasting_folder(self.run_dir, str(self.state))
+        lasting = durable_folder(self.run_dir, str(self.state))
         for path in purge.announce_trainer([lasting]):
             path.unlink()
         AdminSocket(self.run_dir).close()
@@ -60,7 +60,7 @@ class Manifest(RunDir):
         write_manifest(self.run_dir, self._old)
 
     def act(self) -> bool:
-        require_room(self.run_dir)
+        require_space(self.run_dir)
         write_manifest(self.run_dir, replace(self._old, model_name="new"))
         return True
 
@@ -210,8 +210,8 @@ class Order(RunDir):
 
     def check(self, done: bool) -> None:
         try:
-            ask_all(self.run_dir, {"do": "status"}, 1.0)
-        except NoTrainer:
+            send_to_all(self.run_dir, {"do": "status"}, 1.0)
+        except NoTrainerError:
             pass
         else:
             raise AssertionError("a dead trainer answers")
@@ -245,7 +245,7 @@ class Purge(RunDir):
         for request in requests:
             for counts in purge.answers(self.run_dir, request).values():
                 assert counts == {"records": 1}
-        assert not purge.live_keepers(self.run_dir, str(self.state))
+        assert not purge.live_data_holders(self.run_dir, str(self.state))
 
     def tidy(self) -> None:
         inbox = purge.PurgeInbox(self.run_dir)
@@ -308,9 +308,9 @@ class Log(RunDir):
 
         child = TrainerProcess("e1", self.run_dir, "f" * 16, SpoolConfig())
         child._launch = lambda now: None  # type: ignore[method-assign]
-        child._look()
+        child._check()
         child._next = 0.0
-        child._look()
+        child._check()
         if child._lock is None:
             return False
         try:

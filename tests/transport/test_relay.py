@@ -18,15 +18,15 @@ from tests.transport.spool_toys import (
     writer_of,
 )
 from vllm_tide.cli import relay as cli_relay
-from vllm_tide.config import parse_tide, trainer_wanted
+from vllm_tide.config import parse_tide, starts_trainer
 from vllm_tide.transport import TransportError, publication, spool_writer
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
-from vllm_tide.transport.purge import live_keepers
-from vllm_tide.transport.ring import Word
+from vllm_tide.transport.purge import live_data_holders
+from vllm_tide.transport.ring import Atomic
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, ReaderState
 from vllm_tide.transport.spool_store import StoreError, open_store
-from vllm_tide.transport.weights import _Word
+from vllm_tide.transport.weights import _Atomic
 
 
 def read_seeds(store):
@@ -182,15 +182,15 @@ def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, 
 
 
 def test_a_server_with_a_spool_has_a_relay_whatever_else_it_wants():
-    assert trainer_wanted(parse_tide({}))
+    assert starts_trainer(parse_tide({}))
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},
         {"capture": {"enabled": False}},  # a trainer gets no rows
         {"train": {"autostart": False}},
     ):
-        assert not trainer_wanted(parse_tide(nobody))
-        assert trainer_wanted(parse_tide({**nobody, "spool": {"url": "/s"}}))
+        assert not starts_trainer(parse_tide(nobody))
+        assert starts_trainer(parse_tide({**nobody, "spool": {"url": "/s"}}))
 
 
 def relay_command(run_dir, *argv):
@@ -250,7 +250,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
 
     def mended():
         down.clear()
-        seen.append(live_keepers(engine.run_dir))
+        seen.append(live_data_holders(engine.run_dir))
 
     mend.append(mended)
     url = str(tmp_path / "spool")
@@ -274,7 +274,7 @@ def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
     mend.append(lambda: (engine.run_dir / "engine-e1.json").unlink())
     assert relay_command(engine.run_dir, "--spool", str(tmp_path / "file")) == 0
     assert slept == [1, 2, 4, 8, 16, 30, 30]
-    assert live_keepers(engine.run_dir) == set()
+    assert live_data_holders(engine.run_dir) == set()
 
 
 # Another in its place
@@ -292,8 +292,8 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
     # Another live process takes its claims, as after 10 s without a word.
     other = Holder(os.getppid(), start_time(os.getppid()), pid_namespace())
     claims = (
-        (engine.ring._segment, Word.CONSUMER),
-        (engine.weights._segment, _Word.WRITER),
+        (engine.ring._segment, Atomic.CONSUMER),
+        (engine.weights._segment, _Atomic.WRITER),
     )
     for segment, word in claims:
         segment.store(word, other.word)
