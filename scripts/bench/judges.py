@@ -270,7 +270,7 @@ def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | 
         if done or loop.seconds >= next_look:
             next_look = loop.seconds + _LOOK_S
             opened = loop.served.open_requests()
-            canary.look([r for r in opened if r.began >= oldest])
+            canary.evaluate([r for r in opened if r.began >= oldest])
             verdict = canary.poll()
     return verdict
 

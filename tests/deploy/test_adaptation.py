@@ -232,7 +232,7 @@ def test_what_drops_it(engine, how):
         sidecar._next_purge = 0.0
     elif how == "rollback":
         master = sidecar.trainer.snapshot()
-        sidecar.deployment.put_back(master, {"rollback_of": 1})
+        sidecar.deployment.republish(master, {"rollback_of": 1})
     else:
         learn(sidecar, engine, 2)
         latest = engine.weights.latest_version()
@@ -295,7 +295,7 @@ def test_it_is_given_up_without_memory(engine, monkeypatch):
     for _ in range(5):
         assert sidecar._tick()
     assert sidecar.fast.steps == steps  # it rests
-    sidecar.fast._shortage._until = 0.0
+    sidecar.fast._memory_backoff._until = 0.0
     learn(sidecar, engine)
 
 
@@ -416,7 +416,7 @@ def test_half_of_what_was_learnt_is_left_after_a_half_life(engine):
     base = weights_of(sidecar.trainer.live)
     before = weights_of(fast.draft) - base
     for _ in range(4):
-        fast._fade(2048)
+        fast._decay(2048)
     torch.testing.assert_close(weights_of(fast.draft) - base, before / 2)
-    fast._fade(1 << 30)
+    fast._decay(1 << 30)
     assert torch.equal(weights_of(fast.draft), base)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_tide.config import DeployConfig
-from vllm_tide.deploy.canary import MIN_COMPARED, PATIENCE, Canary
+from vllm_tide.deploy.canary import MAX_WAIT, MIN_COMPARED, Canary
 from vllm_tide.deploy.comparison import Window, compare, mixture_bound
 from vllm_tide.deploy.served import ServedRequest, bucket_of
 
@@ -59,7 +59,7 @@ def trial(machine, rng, level, *, version=2, most=400, **fields):
 def trial_on(machine, rng, level, version=2, most=400, **fields):
     """Go on with a trial that has begun."""
     for _ in range(most):
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
         if verdict is not None:
             return verdict
@@ -162,7 +162,7 @@ def test_only_whole_requests_begun_after_the_swap_count():
     ):
         for _ in range(50):
             machine.observe(request)
-    machine.look()
+    machine.evaluate()
     assert machine.undecided
     assert machine.comparison is None
 
@@ -175,7 +175,7 @@ def test_a_draft_that_slows_plain_decoding_down_is_taken_back():
     for i in range(48):
         cost = float(rng.normal(1.25, 0.05))
         machine.observe(_served(1.05, cost, versions=(2,), began=100 + i))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "rollback"
 
 
@@ -200,9 +200,9 @@ def test_open_requests_count_on_both_sides():
         else:
             request.ended = False
             still.append(request)
-    machine.look(still)
+    machine.evaluate(still)
     assert abs(machine.comparison.change) < 0.01
-    machine.look()  # blind to them, as it was
+    machine.evaluate()  # blind to them, as it was
     assert machine.comparison is None or machine.comparison.change > 0.06
 
 
@@ -218,16 +218,16 @@ def test_a_full_window_before_holds_every_request_since_one_moment():
     after = [
         _served(2.5, 1.0, began=100 + i, versions=(2,), ended=False) for i in range(8)
     ]
-    machine.look(after)
+    machine.evaluate(after)
     assert machine.comparison.change == pytest.approx(0.0, abs=1e-6)
 
 
 def test_only_new_kinds_of_requests_after_the_swap_mean_keep():
     machine, rng = on_trial(canary_requests=8)
-    for _ in range(8 * PATIENCE):
+    for _ in range(8 * MAX_WAIT):
         assert machine.may_publish and machine.poll() is None
         machine.observe(make_request(rng, 0.3, version=2, group=9))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "keep"
 
 
@@ -235,7 +235,7 @@ def test_a_trial_that_shows_harm_holds_the_next_draft_up():
     machine, rng = on_trial()
     for _ in range(MIN_COMPARED):
         machine.observe(make_request(rng, 0.42, version=2))
-    machine.look()
+    machine.evaluate()
     assert machine.undecided
     assert not machine.may_publish
 
@@ -251,7 +251,7 @@ def superseded(level, seed, each):
             version += 1
             machine.begin("", version)
         machine.observe(make_request(rng, level, version=version))
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
         if verdict is not None:
             return verdict, version
@@ -319,7 +319,7 @@ def test_engines_never_try_two_versions_at_once():
     verdict = None
     while verdict is None:
         machine.observe(make_request(rng, 0.85, version=3, engine="b"))
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
     assert (verdict.decision, verdict.version) == ("keep", 3)
 
@@ -344,14 +344,14 @@ def test_a_draft_that_control_never_uses_is_neither_kept_nor_in_the_way():
     machine.begin("", 2)
     for _ in range(300):
         machine.observe(undrafted(make_request(rng, 0.6, version=2)))
-        machine.look()
+        machine.evaluate()
     assert machine.undecided and machine.may_publish and machine.poll() is None
     # Load falls, control drafts with it, and it slows requests down.
     slow = [make_request(rng, 0.05, version=2) for _ in range(60)]
     for request in slow:
         cells = {c: [made, 2.0 * made] for c, (made, _) in request.cells.items()}
         machine.observe(replace(request, cells=cells))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "rollback"
 
 
@@ -359,6 +359,6 @@ def test_a_command_to_go_back_rejects_what_the_draft_superseded_too():
     machine, rng = on_trial()
     machine.observe(make_request(rng, 0.6, version=2))
     machine.begin("", 3)
-    machine.overruled(3)
+    machine.reject(3)
     machine.observe(make_request(rng, 0.1, version=2))
     assert {r.first_version for r in machine._before} == {1}

@@ -32,7 +32,7 @@ BETTER = CycleResult(
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     # However slow the machine, every tick takes all records and looks at the canary.
-    monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
+    monkeypatch.setattr("vllm_tide.deploy.deployment.CANARY_TIME_SHARE", math.inf)
     monkeypatch.setattr("vllm_tide.sidecar.loop.LIMIT_S", math.inf)
     made = Engine(tmp_path)
     yield made

@@ -195,11 +195,11 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
-    canvas = assembler.canvas(7, 256)
-    assert canvas.loss_from == PROMPT
-    drafting = canvas.loss_from - canvas.start - 1
+    sample = assembler.last_verify_step(7, 256)
+    assert sample.loss_from == PROMPT
+    drafting = sample.loss_from - sample.start - 1
     trainer = toy_trainer(0)
-    known = torch.ones(canvas.num_tokens, dtype=torch.bool)
+    known = torch.ones(sample.num_tokens, dtype=torch.bool)
     results = []
     for position in (None, PROMPT, PROMPT + 1):
         known[:] = True
@@ -207,7 +207,7 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
             known[position] = False
         step = FastStep(TOY.draft(), TOY.rows, trainer.config)
         step.drafting = drafting
-        batch = pack([replace(canvas, in_vocab=known.clone())], branches=False)
+        batch = pack([replace(sample, in_vocab=known.clone())], branches=False)
         results.append(step.run(batch))
     whole, first, second = results
     assert [r.num_loss_rows for r in results] == [3, 2, 2]
@@ -221,45 +221,45 @@ def test_behind_a_drafted_row_the_teacher_says_what_a_pruned_draft_can_say(how):
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
-    canvas = assembler.canvas(7, 256)
+    sample = assembler.last_verify_step(7, 256)
     fast = object.__new__(FastDraft)
     even = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
     live = SimpleNamespace(vocab=even)
-    fast._how, fast._trainer = how, SimpleNamespace(live=live, target=TOY.rows)
-    known, first = fast._marked(canvas).in_vocab, canvas.loss_from - canvas.start
-    assert torch.equal(known[: first - 1], canvas.tokens[1:first] % 2 == 0)
+    fast._mode, fast._trainer = how, SimpleNamespace(live=live, target=TOY.rows)
+    known, first = fast._mark_vocab(sample).in_vocab, sample.loss_from - sample.start
+    assert torch.equal(known[: first - 1], sample.tokens[1:first] % 2 == 0)
     if how == "exact":
-        best = (canvas.teacher_hidden[first:] @ TOY.head.T).argmax(-1)
+        best = (sample.teacher_hidden[first:] @ TOY.head.T).argmax(-1)
         assert torch.equal(known[first:], best % 2 == 0)
     else:
-        assert torch.equal(known[first:-1], canvas.tokens[first + 1 :] % 2 == 0)
+        assert torch.equal(known[first:-1], sample.tokens[first + 1 :] % 2 == 0)
 
 
-def test_canvas_holds_what_was_drafted_last():
+def test_last_verify_step_has_the_last_drafted_tokens():
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assert assembler.add(stream.prefill(), 0.0) == []
-    assert assembler.canvas(7, 256) is None
+    assert assembler.last_verify_step(7, 256) is None
     assembler.add(stream.verify(3), 0.0)
     before = list(stream.tokens)
     last = stream.verify(0)
     assembler.add(last, 0.0)
-    canvas = assembler.canvas(7, 2)
-    assert canvas.loss_from == len(before)
-    assert canvas.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
-    assert canvas.start == len(before) - 3
-    features, hidden = rows_of(canvas.tokens.tolist())
-    torch.testing.assert_close(canvas.features, features)
-    torch.testing.assert_close(canvas.teacher_hidden, hidden)
-    assert canvas.valid.tolist() == [False] * 3 + [True] * DEPTH
+    sample = assembler.last_verify_step(7, 2)
+    assert sample.loss_from == len(before)
+    assert sample.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
+    assert sample.start == len(before) - 3
+    features, hidden = rows_of(sample.tokens.tolist())
+    torch.testing.assert_close(sample.features, features)
+    torch.testing.assert_close(sample.teacher_hidden, hidden)
+    assert sample.valid.tolist() == [False] * 3 + [True] * DEPTH
     # A step of the memory's, and one whose draft was cut short.
     assembler.add(replace(stream.verify(1), memory=True), 0.0)
-    assert assembler.canvas(7, 2).loss_from == len(before)
-    assert assembler.rounds(7) == 2
+    assert assembler.last_verify_step(7, 2).loss_from == len(before)
+    assert assembler.num_verify_steps(7) == 2
     start, short = len(stream.tokens), stream.verify(0)
     short.token_ids[2:] = -1
     assembler.add(short, 0.0)
-    assert assembler.canvas(7, 2).loss_from == start
-    assert int(assembler.canvas(7, 2).valid.sum()) == 1
+    assert assembler.last_verify_step(7, 2).loss_from == start
+    assert int(assembler.last_verify_step(7, 2).valid.sum()) == 1
 
 
 def test_windows_of_an_open_request_teach_every_row_once():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_tide.deploy.groups import FOUNDING_TOKENS, MIN_TOKENS, Groups
+from vllm_tide.deploy.groups import MIN_CREATE_TOKENS, MIN_TOKENS, Groups
 from vllm_tide.deploy.served import ServedRequests, bucket_of
 
 PREFILL, VERIFY = 0, 1
@@ -291,16 +291,16 @@ def test_mixed_domains_are_told_apart_and_one_stays_one(seed):
     assert sum(of_most.values()) > 0.95 * 250
     groups = Groups()
     alone = Counter(assign(groups, [Domain(seed)], [0] * 200, rng))
-    assert alone.most_common(1)[0][1] >= 0.7 * 200 and groups.num_founded <= 2
+    assert alone.most_common(1)[0][1] >= 0.7 * 200 and groups.num_created <= 2
 
 
 def test_a_new_domain_founds_a_group_at_once():
     rng = np.random.default_rng(1)
     groups = Groups()
     assign(groups, [Domain(0)], [0] * 100, rng)
-    before = groups.num_founded
+    before = groups.num_created
     first = groups.assign(Domain(1).request(rng))
-    assert groups.num_founded == before + 1
+    assert groups.num_created == before + 1
     again = [groups.assign(Domain(1).request(rng)) for _ in range(20)]
     assert again.count(first) >= 18
 
@@ -312,7 +312,7 @@ def test_short_requests_join_but_found_nothing():
     assert groups.assign(domain.request(rng, 200)) == 0
     for _ in range(50):
         groups.assign(domain.request(rng, 200))
-    short = Domain(1).request(rng, FOUNDING_TOKENS - 1)
+    short = Domain(1).request(rng, MIN_CREATE_TOKENS - 1)
     assert groups.assign(short) == 0
     assert groups.ids == (0,)
 

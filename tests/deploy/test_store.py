@@ -42,12 +42,12 @@ def test_what_is_put_comes_back_to_the_bit(tmp_path):
     ours = store(tmp_path)
     assert ours.newest() is None
     path = ours.put(
-        tensors(), 7, held_out={"acceptance": 2.5}, served={"length": float("nan")}
+        tensors(), 7, holdout={"acceptance": 2.5}, served={"length": float("nan")}
     )
     head = store(tmp_path).newest()
     assert head.path == path
     assert (head.version, head.fingerprint) == (7, OURS)
-    assert head.held_out == {"acceptance": 2.5}
+    assert head.holdout == {"acceptance": 2.5}
     assert head.served == {"length": None}
     assert set(head.tensors) == set(tensors())
     for name, value in tensors().items():

@@ -263,7 +263,7 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
     tensors = export_tensors(engine.draft, torch.float32)
     del tensors["t2d"]
     figures = {"gain": 0.25, "holdout_acceptance_new": 1.75}
-    store.put(tensors, 9, held_out=figures, served={"reason": "kept"})
+    store.put(tensors, 9, holdout=figures, served={"reason": "kept"})
     words = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
     words += ("--target", engine.target)
     assert run_export(tmp_path / "out", *words) == 0, capsys.readouterr().err

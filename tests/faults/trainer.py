@@ -96,7 +96,7 @@ class OrderedSidecar(loop.Sidecar):
             return True
         try:
             if what == AGAIN:
-                deployment.put_back(trainer.snapshot(), {"ordered": what})
+                deployment.republish(trainer.snapshot(), {"ordered": what})
             else:
                 live = trainer.candidate_tensors(trainer.snapshot())
                 self.feeds.publish(

@@ -161,7 +161,7 @@ def test_words_of_purges_and_keepers_that_say_nothing_are_passed_over(tmp_path):
             (tmp_path / f"{name}.json").write_text(text)
         assert PurgeInbox(tmp_path).pending() == []
         assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
-        assert purge.live_keepers(tmp_path) == set()
+        assert purge.live_data_holders(tmp_path) == set()
 
 
 def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
@@ -248,5 +248,5 @@ def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     with pytest.raises(DraftRefused, match="OverflowError"):
         read_draft(path)
     os.mkfifo(tmp_path / "x.json", 0o600)
-    with pytest.raises(DraftRefused, match="no plain file"):
+    with pytest.raises(DraftRefused, match="not a regular file"):
         read_draft(tmp_path / "x.json")

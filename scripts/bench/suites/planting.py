@@ -132,7 +132,7 @@ class PlantingSidecar(Sidecar):
         deployment = self.deployment
         if deployment.good in self._planted:
             self._planted.remove(deployment.good)
-            deployment.put_back(self._first, {"restored": 0})
+            deployment.republish(self._first, {"restored": 0})
             deployment.canary.restart()
         return going
 
