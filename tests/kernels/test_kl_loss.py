@@ -174,7 +174,7 @@ def test_floor_is_training_s():
     ("change", "says"),
     [
         ({"draft_logits": torch.zeros(2)}, "draft_logits must be"),
-        ({"draft_logits": torch.zeros(4, 2).T}, "draft_logits .* neighbours"),
+        ({"draft_logits": torch.zeros(4, 2).T}, "draft_logits .* contiguous"),
         ({"teacher_logits": torch.zeros(2, 5)}, "teacher_logits must be"),
         ({"weights": torch.ones(2).half()}, "weights must be"),
         ({"grad_out": torch.zeros(2, 3)}, "grad_out must be"),

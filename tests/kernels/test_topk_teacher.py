@@ -127,7 +127,7 @@ def test_reference_is_what_capture_keeps():
         (torch.zeros(2, 3, dtype=torch.float64), 1, "logits must be"),
         (torch.zeros(3), 1, "logits must be"),
         (torch.zeros(2, 0), 1, "logits must be"),
-        (torch.zeros(2, 3).T, 1, "neighbours in memory"),
+        (torch.zeros(2, 3).T, 1, "contiguous rows"),
         (torch.zeros(2, 3), 0, "k must be"),
     ],
     ids=["float64", "1d", "empty", "transposed", "zero"],
