@@ -85,7 +85,7 @@ def test_one_server_against_itself_is_rarely_decided():
             slow = np.exp(rng.normal(0, 0.05, (2, files)))
             a, b = ([run_of(80 * x, 10 * x) for x in side] for side in slow)
             verdict = compare(a, b, ("A", "B"))["verdict"]
-            decided += "cannot tell them apart" not in verdict
+            decided += "these runs are inconclusive" not in verdict
         assert decided <= 20
 
 
@@ -108,9 +108,9 @@ def test_the_interval_is_welch_s():
 @pytest.mark.parametrize(
     ("seconds", "times", "end"),
     [
-        ((5.0, 5.1), (12.0, 12.1), "these runs cannot tell them apart."),
-        ((20.0, 20.2), (8.0, 8.1), "these runs cannot tell them apart."),
-        ((9.0, 13.0), (8.0, 8.1), "these runs cannot tell them apart."),
+        ((5.0, 5.1), (12.0, 12.1), "these runs are inconclusive."),
+        ((20.0, 20.2), (8.0, 8.1), "these runs are inconclusive."),
+        ((9.0, 13.0), (8.0, 8.1), "these runs are inconclusive."),
         ((9.0, 10.5), (8.0, 8.1), "use B."),
         ((9.0, 13.0), (12.0, 12.1), "keep A."),
         ((5.0, 5.1), (9.0, 11.5), "use B."),
@@ -185,7 +185,7 @@ def test_figures_are_vllm_s_own(tmp_path):
     [
         ({"duration": 3.0, "completed": 1}, "--save-detailed"),
         ([1, 2], "has no times of its requests"),
-        (vllm_result(errors=["x"] * 40), "no request in it was served"),
+        (vllm_result(errors=["x"] * 40), "no request was served"),
         (vllm_result(spec_decode_acceptance_length="two"), "acceptance_length: 'two'"),
         (vllm_result(output_lens=[10**400] * 40), "output_lens: 1000"),
         (vllm_result(input_lens=[-1] * 40), "input_lens: -1 is"),
@@ -213,8 +213,8 @@ def test_wrong_arguments(folder, tmp_path, capsys):
     for arguments, part in (
         ([str(tmp_path / "none.json")], "cannot be read as JSON (No such file"),
         ([str(tmp_path / "deep.json")], "cannot be read as JSON"),
-        ([str(tmp_path / "empty")], "no JSON file there"),
-        ([twice], "1.json: the same run is there twice; give it once."),
+        ([str(tmp_path / "empty")], "contains no JSON file"),
+        ([twice], "1.json: duplicate of another run; give it once."),
         ([good, "--output", "/dev/full"], "/dev/full: No space left"),
     ):
         assert main(["compare", good, *arguments]) == 2
