@@ -23,7 +23,7 @@ from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
 from vllm_tide.engine.trainer_process import call_on, given_cores
 from vllm_tide.metrics import TideProm, increments, make_prometheus
-from vllm_tide.transport.ring import RingReader, RingWriter, Word
+from vllm_tide.transport.ring import Atomic, RingReader, RingWriter
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 
@@ -136,10 +136,10 @@ def test_an_engine_without_requests_still_shows_that_it_lives():
     stager = Stager(segment, DraftContract(draft(), 4.0))
     stager.beat = ring.heartbeat
     try:
-        before = ring._segment.load(Word.PRODUCER_BEAT)
+        before = ring._segment.load(Atomic.PRODUCER_BEAT)
         stager.start()
         end = time.monotonic() + 5
-        while ring._segment.load(Word.PRODUCER_BEAT) == before:
+        while ring._segment.load(Atomic.PRODUCER_BEAT) == before:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert reader.producer_alive()

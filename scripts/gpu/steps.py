@@ -36,12 +36,12 @@ def load(engine: Engine, batch: int) -> None:
 
 def step(engine: Engine, steps: int, collect: bool) -> None:
     """Step, capturing for a reader that never lags, or not."""
-    from vllm_tide.transport.ring import Word
+    from vllm_tide.transport.ring import Atomic
 
     ring = engine.tide._ring
     for _ in range(steps):
-        ring._segment.store(Word.TAIL, ring._head)
-        ring._segment.store(Word.COLLECT, int(collect))
+        ring._segment.store(Atomic.TAIL, ring._head)
+        ring._segment.store(Atomic.COLLECT, int(collect))
         engine.step()
     torch.cuda.synchronize()
 

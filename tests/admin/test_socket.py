@@ -129,7 +129,7 @@ def test_what_is_no_request_is_answered_with_a_sentence(served, said):
     with client_of(trainer.path) as client:
         client.sendall(said)
         answer = json.loads(client.recv(1 << 16))
-    assert not answer["ok"] and answer["error"].startswith("a request is")
+    assert not answer["ok"] and answer["error"].startswith("a request must be")
     assert asked == []
 
 
@@ -166,7 +166,7 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     silent += [client_of(trainer.path) for _ in range(admin.MAX_CLIENTS)]
     assert send(trainer.path, order, 60)["ok"]
     silent[0].settimeout(60)
-    error = f"{admin.MAX_CLIENTS} clients say nothing; the oldest is sent away"
+    error = f"too many idle clients ({admin.MAX_CLIENTS}); closing the oldest"
     assert json.loads(silent[0].recv(4096)) == {"ok": False, "error": error}
     assert len(trainer._clients) <= admin.MAX_CLIENTS
     for client in silent:

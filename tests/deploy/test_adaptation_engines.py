@@ -132,7 +132,7 @@ def test_versions_of_a_fast_draft_are_its_bases():
     assert feeds.versions()["a"].adaptation == ""
     # An engine that joins gets the base, and a later head is newer than all of them.
     source.feeds["d"] = FakeFeed("d")
-    feeds._next_look = 0.0
+    feeds._next_scan = 0.0
     feeds.poll()
     assert set(source.feeds["d"].sent) == {31}
     assert publish(feeds) == 35

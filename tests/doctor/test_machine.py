@@ -141,7 +141,7 @@ def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path):
     folder.chmod(0o777)
     status, sentence = spool(url)
     assert status is Status.FAILED
-    assert "open to every user" in sentence
+    assert "accessible to all users" in sentence
     status, sentence = spool("nonsense://user:secret@host/x")
     assert status is Status.FAILED
     assert "secret" not in sentence

@@ -9,8 +9,8 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from vllm_tide.transport.ring import Word
-from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, SHM_DIR, WORDS_AT
+from vllm_tide.transport.ring import Atomic
+from vllm_tide.transport.shm import ATOMICS_AT, DATA_AT, LINE_BYTES, SHM_DIR
 from vllm_tide.transport.weights import BLOB_AT, SLOT_HEAD
 
 from .counters import Reading, total
@@ -46,12 +46,12 @@ def peek(name: str, at: int, count: int) -> bytes:
 
 def word(name: str, number: int) -> int:
     """A word of page 1."""
-    return int.from_bytes(peek(name, WORDS_AT + number * LINE_BYTES, 8), "little")
+    return int.from_bytes(peek(name, ATOMICS_AT + number * LINE_BYTES, 8), "little")
 
 
 def set_word(name: str, number: int, value: int) -> None:
     """Overwrite a word of page 1."""
-    poke(name, WORDS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
+    poke(name, ATOMICS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
         )
         scene.struck()
         capacity = os.stat(f"{SHM_DIR}/{ring}").st_size - DATA_AT
-        place = word(ring, Word.TAIL) + rng.randrange(DAMAGED_BYTES)
+        place = word(ring, Atomic.TAIL) + rng.randrange(DAMAGED_BYTES)
         at = min(place % capacity, capacity - DAMAGED_BYTES)
         poke(ring, DATA_AT + at, rng.randbytes(DAMAGED_BYTES))
     await scene.until(
@@ -101,8 +101,13 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
     its owner just stores it again when it changes.
     """
     ring = scene.manifest().ring
-    stand = (Word.CORRUPT, Word.DROPPED_RECORDS, Word.DROPPED_ROWS, Word.COLLECT)
-    chosen = rng.choice([w for w in Word if w not in stand])
+    stand = (
+        Atomic.CORRUPT,
+        Atomic.DROPPED_RECORDS,
+        Atomic.DROPPED_ROWS,
+        Atomic.COLLECT,
+    )
+    chosen = rng.choice([w for w in Atomic if w not in stand])
     value = rng.getrandbits(rng.choice((8, 32, 64)))
     while value == word(ring, chosen):  # no damage
         value = rng.getrandbits(64)

@@ -9,8 +9,8 @@ import signal
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 
-from vllm_tide.transport.ring import Word
-from vllm_tide.transport.shm import LINE_BYTES, WORDS_AT
+from vllm_tide.transport.ring import Atomic
+from vllm_tide.transport.shm import ATOMICS_AT, LINE_BYTES
 
 from .counters import Reading
 from .fault import Fault
@@ -45,7 +45,9 @@ async def stop_heartbeat(scene: Scene, rng: random.Random) -> None:
     trainer.send_signal(signal.SIGSTOP)
     try:
         poke(
-            ring, WORDS_AT + Word.CONSUMER_BEAT * LINE_BYTES, (1).to_bytes(8, "little")
+            ring,
+            ATOMICS_AT + Atomic.CONSUMER_BEAT * LINE_BYTES,
+            (1).to_bytes(8, "little"),
         )
         await scene.until("a stale heartbeat", lambda r: r.get(TRAINER_ALIVE) == 0)
     finally:

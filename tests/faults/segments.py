@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, looked_at
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, open_readonly
 
 
 class RunSegments:
@@ -35,7 +35,7 @@ class RunSegments:
         for name in os.listdir(SHM_DIR):
             if not name.startswith(NAME_PREFIX) or name in self._made:
                 continue
-            with contextlib.suppress(OSError), looked_at(name) as (_, header):
+            with contextlib.suppress(OSError), open_readonly(name) as (_, header):
                 owner = header.owner if header is not None else None
                 if owner is not None and (owner.pid, owner.start) in self._makers:
                     self._made.add(name)

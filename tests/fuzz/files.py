@@ -19,7 +19,7 @@ from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import inspect_manifests, read_manifests
 from vllm_tide.transport.shm import TransportError
 
-ME = Holder.me()
+ME = Holder.current()
 
 
 class Folder:
@@ -69,7 +69,7 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
         assert one.tenant is None or 0 <= one.tenant < 2**64
     assert "keep" in [one.id for one in found], "a request was removed with another"
     purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
-    purge.live_keepers(folder)
+    purge.live_data_holders(folder)
     for path in folder.iterdir():
         path.unlink()
 

@@ -27,7 +27,7 @@ from vllm_tide.transport import (
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import FORMAT_VERSION, META, Frames, RecordError, decode
 from vllm_tide.transport.ring import FRAME_BYTES, MAGIC, RECORD, pack_frame, peek_ring
-from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, orphaned
+from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, is_orphaned
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 from vllm_tide.transport.weights import peek_weights
 
@@ -77,7 +77,7 @@ def meta_bodies(draw: st.DrawFn) -> bytes:
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
     """Page 0 with a right checksum, whatever it says."""
-    me = Holder.me()
+    me = Holder.current()
     spec = spec[: shm._SPEC_BYTES]
     head = shm._HEADER.pack(
         magic, version, len(spec), size, me.pid, me.start, me.namespace
@@ -155,7 +155,7 @@ def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
     writer, memory = ring_scene()
     memory.harm(*given)
     peek_ring(writer.name)
-    orphaned(writer.name)
+    is_orphaned(writer.name)
     reader = RingReader.attach(writer.name)
     try:
         count = 0

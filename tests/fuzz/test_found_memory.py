@@ -18,8 +18,14 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.record import FORMAT_VERSION
-from vllm_tide.transport.ring import MAGIC, Word, peek_ring
-from vllm_tide.transport.shm import DATA_AT, NAME_PREFIX, PAGE_BYTES, SHM_DIR, orphaned
+from vllm_tide.transport.ring import MAGIC, Atomic, peek_ring
+from vllm_tide.transport.shm import (
+    DATA_AT,
+    NAME_PREFIX,
+    PAGE_BYTES,
+    SHM_DIR,
+    is_orphaned,
+)
 from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT, peek_weights
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 
@@ -56,14 +62,14 @@ def test_a_ring_without_whole_lines_is_refused(capacity):
     page = sealed(MAGIC, FORMAT_VERSION, size, json.dumps(FIELDS).encode())
     with (
         segment(page, size) as name,
-        pytest.raises(TransportError, match="whole lines"),
+        pytest.raises(TransportError, match="positive multiple"),
     ):
         RingReader.attach(name)
 
 
 def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
     writer = RingWriter.create(SPEC, 4096)
-    writer._segment.store(Word.CORRUPT, 2**64 - 1)
+    writer._segment.store(Atomic.CORRUPT, 2**64 - 1)
     reader = RingReader.attach(writer.name)
     write(writer, BODIES[1])
     writer._segment.buf[DATA_AT] ^= 1
@@ -86,7 +92,7 @@ def test_a_pipe_among_the_segments_holds_nobody_up():
     name = f"{NAME_PREFIX}fuzz_{secrets.token_hex(8)}"
     os.mkfifo(f"{SHM_DIR}/{name}", 0o600)
     try:
-        assert not orphaned(name)
+        assert not is_orphaned(name)
         assert peek_ring(name) is None
         with pytest.raises(TransportError):
             RingReader.attach(name)
@@ -105,7 +111,7 @@ def test_counters_of_a_segment_that_says_to_have_no_room_are_nothing():
 def test_a_weights_segment_without_room_for_slots_is_refused(end, room):
     size = DATA_AT + room
     page = sealed(WEIGHTS_MAGIC, publication.FORMAT_VERSION, size, b"{}")
-    with segment(page, size) as name, pytest.raises(TransportError, match="no room"):
+    with segment(page, size) as name, pytest.raises(TransportError, match="too small"):
         end.attach(name)
 
 
@@ -128,7 +134,7 @@ def test_a_version_that_no_word_holds_is_not_published():
     trainer = WeightsWriter.attach(engine.name)
     trainer.publish(TENSORS, version=1, parent_version=0, meta={})
     trainer._last_published = 2**64 - 1
-    with pytest.raises(TransportError, match="past the last one"):
+    with pytest.raises(TransportError, match="exceeds the maximum"):
         trainer.publish(TENSORS, version=2**64, parent_version=0, meta={})
     trainer.close()
     engine.close()

@@ -34,7 +34,7 @@ def stranger(tmp_path):
 def test_an_answer_nested_without_end_is_no_json(stranger):
     path, pieces = stranger
     pieces.append(b"[" * 100_000 + b"\n")
-    with pytest.raises(TransportError, match="no JSON"):
+    with pytest.raises(TransportError, match="invalid JSON"):
         send(path, {"do": "status"}, 5)
 
 

@@ -117,7 +117,7 @@ class Consumer(Protocol):
         assert numbers == sorted(set(numbers)), "one came twice"
         self._ring.heartbeat()
         assert not self._ring.drops
-        assert self._ring.wish in (Collect.FULL, Collect.METADATA)
+        assert self._ring.collect_mode in (Collect.FULL, Collect.METADATA)
 
     def _taken(self) -> list[int]:
         text = self.notes.read_text() if self.notes.exists() else ""

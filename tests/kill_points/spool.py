@@ -79,7 +79,7 @@ class Shards(Spool):
         writer.flush()
         state = EngineState(first_shard=writer.first, last_shard=writer.last)
         self.engine.write_state(state)
-        writer.keep_bounds(now=True)
+        writer.enforce_bounds(now=True)
         return True
 
     def check(self, done: bool) -> None:
@@ -137,7 +137,7 @@ class DeadEngine(Spool):
     def act(self) -> bool:
         bounds = Bounds(self.store, replace_age(60.0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spool_writer, "Freshness", Stale)
+            patch.setattr(spool_writer, "HeartbeatMonitor", Stale)
             bounds.enforce("e2")
         return not list((self.folder / "spool/engines").glob("e1/*"))
 
@@ -149,7 +149,7 @@ class DeadEngine(Spool):
         self.act()
 
 
-class Stale(spool_writer.Freshness):
+class Stale(spool_writer.HeartbeatMonitor):
     """A word that has not changed for ever."""
 
     fresh = False  # type: ignore[assignment]

@@ -35,7 +35,7 @@ def state(tmp_path_factory, monkeypatch):
 
 
 def trainer_says(run_dir, pid=None, keys=(), name="e"):
-    holder = Holder.me() if pid is None else Holder(pid, start_time(pid) or 0, 0)
+    holder = Holder.current() if pid is None else Holder(pid, start_time(pid) or 0, 0)
     fields = {
         **holder._asdict(),
         "state": "waiting",
@@ -128,7 +128,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     engine.close()
     (state / "tenants.key").unlink()
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
-    assert "no engine has named tenants" in capsys.readouterr().err
+    assert "no tenant key" in capsys.readouterr().err
     now = tenant_key(run_dir)
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
     said = capsys.readouterr()
@@ -275,7 +275,7 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
     ("more", "sentence"),
     [
         ((), "whose data? give --tenant NAME, --tenant-id HEX, or --all"),
-        (("--tenant", "acme"), "no engine has named tenants"),
+        (("--tenant", "acme"), "no tenant key"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
         (("--tenant-id", "1" * 17), "no id of 64 bits"),
         (("--tenant-id=-1",), "no id of 64 bits"),

@@ -197,7 +197,7 @@ def test_ring_does_not_fill_during_a_cycle(engine):
 def test_features_of_other_layers_are_refused(tmp_path):
     engine = Engine(tmp_path, layers=(1, 2, 4))
     try:
-        said = r"captured layers \(1, 2, 4\) are not the draft's \(1, 2, 3\)"
+        said = r"captured layers \(1, 2, 4\) differ from the draft's \(1, 2, 3\)"
         with pytest.raises(DraftError, match=said):
             attach(engine)
     finally:

@@ -119,7 +119,7 @@ def feeds_of(*fakes):
 
 def look(feeds):
     """Look at the engines now, not in a second."""
-    feeds._next_look = 0.0
+    feeds._next_scan = 0.0
     return feeds.poll()
 
 

@@ -93,7 +93,7 @@ def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
 
 def make_manifest(engine_id="e1", **changes):
     """Of an engine of this process, which serves what `make_spec` says."""
-    me = Holder.me()
+    me = Holder.current()
     fields = {
         "engine_id": engine_id,
         "pid": me.pid,

@@ -16,7 +16,7 @@ from tests.transport.feed_toys import (
 )
 from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.feeds import TURN_ROWS, Feeds
+from vllm_tide.transport.feeds import SHARE_ROWS, Feeds
 from vllm_tide.transport.ring import Collect
 
 # Fair shares
@@ -28,7 +28,7 @@ def test_busy_engines_share_rows_alike_to_within_a_record_a_turn():
     total = Counter()
     for _ in range(20):
         total.update(rows(feeds.read(limit=10_000, max_rows=2000)))
-    turns = 20 * 2000 / (2 * TURN_ROWS)
+    turns = 20 * 2000 / (2 * SHARE_ROWS)
     assert 0 <= sum(total.values()) - 20 * 2000 <= 20 * 60
     assert abs(total["small"] - total["large"]) <= turns * 60
     # What an engine does not use the others get.
@@ -43,13 +43,13 @@ def test_a_record_larger_than_a_turn_takes_one_turn_and_nobody_starves():
     feeds, _ = feeds_of(small, large)
     total = Counter()
     for _ in range(8):
-        total.update(rows(feeds.read(limit=10_000, max_rows=2 * TURN_ROWS)))
-    assert total["small"] >= 4 * TURN_ROWS
+        total.update(rows(feeds.read(limit=10_000, max_rows=2 * SHARE_ROWS)))
+    assert total["small"] >= 4 * SHARE_ROWS
     assert total["large"] >= 4 * 9000
 
 
 def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
-    sizes = [TURN_ROWS + number for number in range(100)]
+    sizes = [SHARE_ROWS + number for number in range(100)]
     feeds, _ = feeds_of(*(FakeFeed(name, sizes) for name in "abc"))
     seen = {name: [] for name in "abc"}
     for _ in range(30):  # one record a call: no engine may starve
@@ -108,9 +108,9 @@ def test_an_engine_with_another_target_or_shape_does_not_join_and_is_told_why(ca
         feeds._retry_at.clear()
     assert feeds.ids == ["a"]  # the newest decides
     assert "serves another target than engine a" in feeds.refused["b"]
-    assert "another shape" in feeds.refused["c"]
+    assert "different shape" in feeds.refused["c"]
     assert source.opened["b"] == 0 and c.closed
-    assert sum("does not join" in r.message for r in caplog.records) == 2
+    assert sum("cannot join" in r.message for r in caplog.records) == 2
 
 
 def test_an_engine_that_cannot_be_opened_is_tried_again(caplog):

@@ -174,15 +174,16 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     assert feed.latest().version == 1
     feed.close()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING  # the pause outlives the trainer
+    # the pause outlives the trainer
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     again = SpoolFeed(s.store, "a", threaded=False)
     again.heartbeat()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     again.set_collect(Collect.FULL)
     again.heartbeat()
     s.step()
@@ -259,11 +260,11 @@ def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
     feed = SpoolFeed(s.store, "a", threaded=False)
     assert feed.alive()
     with monkeypatch.context() as later:
-        later.setattr(feed._fresh, "_timeout_s", 0.0)
+        later.setattr(feed._heartbeat, "_timeout_s", 0.0)
         feed.heartbeat()
         assert not feed.alive()
     s.relay.tick()
-    s.relay._said = 0.0
+    s.relay._state_time = 0.0
     s.step()
     feed.heartbeat()
     assert feed.alive()
@@ -296,7 +297,7 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     publish(feeds)
     assert drain(feeds, count=5) == {"near": want}
     assert near.weights.read().version == 1
-    feed._fresh._timeout_s = 0.0
+    feed._heartbeat._timeout_s = 0.0
     feed._reached = -1e9
     feeds.poll()
     assert feeds.ids == ["near"]

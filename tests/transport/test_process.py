@@ -18,14 +18,14 @@ from vllm_tide.transport import process
 CRASH = """
 import os, resource, signal
 from pathlib import Path
-from vllm_tide.transport.process import Holder, become_sidecar
+from vllm_tide.transport.process import Holder, prepare_sidecar_process
 
 def where_it_hangs():
     os.kill(os.getpid(), signal.SIGUSR1)
 
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
-become_sidecar()
+prepare_sidecar_process()
 where_it_hangs()
 adjusted = Path("/proc/self/oom_score_adj").read_text()
 print(resource.getrlimit(resource.RLIMIT_CORE)[0], hard, adjusted, flush=True)
@@ -34,9 +34,9 @@ os.abort()
 NICE = """
 import os, sys
 from pathlib import Path
-from vllm_tide.transport.process import be_nice
+from vllm_tide.transport.process import renice
 
-be_nice(3, *map(Path, sys.argv[1:]))
+renice(3, *map(Path, sys.argv[1:]))
 print(os.nice(0))
 """
 
@@ -70,7 +70,7 @@ def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
     def refuse():
         raise Refused
 
-    monkeypatch.setattr(process, "refuse_core_dumps", refuse)
+    monkeypatch.setattr(process, "disable_core_dumps", refuse)
     for command in (train, relay):
         with pytest.raises(Refused):
             command._run(argparse.Namespace())
@@ -94,7 +94,7 @@ def test_the_session_becomes_nicer_only_with_the_process_that_leads_it(tmp_path,
 
 def test_a_process_that_cannot_be_looked_up_is_not_taken_for_dead():
     """Without a free descriptor a live engine's segments would have been removed."""
-    me, spare = process.Holder.me(), []
+    me, spare = process.Holder.current(), []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:

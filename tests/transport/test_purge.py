@@ -13,15 +13,20 @@ from tests.transport.spool_toys import failing, writer_of
 from vllm_tide.transport import RingReader, purge, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
-from vllm_tide.transport.rendezvous import lasting_folder
+from vllm_tide.transport.purge import (
+    DataHolder,
+    PurgeInbox,
+    announce_relay,
+    retract_relay,
+)
+from vllm_tide.transport.rendezvous import durable_folder
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import purge_records
 
 SPEC = make_spec()
-RELAY, TRAINER = (Keeper(kind, *Holder.me()) for kind in ("relay", "trainer"))
+RELAY, TRAINER = (DataHolder(kind, *Holder.current()) for kind in ("relay", "trainer"))
 
 
 @pytest.fixture
@@ -98,7 +103,7 @@ def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
     inbox = PurgeInbox(tmp_path)
     for _ in range(3):
         assert inbox.pending() == []
-    assert caplog.text.count("is no purge request") == 1
+    assert caplog.text.count("is not a valid purge request") == 1
 
 
 def test_live_trainers_are_those_that_say_so(tmp_path):
@@ -111,18 +116,22 @@ def test_live_trainers_are_those_that_say_so(tmp_path):
         status = {"pid": pid, "state": state, "updated_unix": said}
         (tmp_path / f"trainer-{pid}.json").write_text(json.dumps(status))
     (tmp_path / "trainer-d.json").write_text("{")
-    assert purge.live_keepers(tmp_path) == {Keeper("trainer", 1)}
+    assert purge.live_data_holders(tmp_path) == {DataHolder("trainer", 1)}
 
 
 def trainer_says(run_dir, name="e", **changes):
-    status = {**Holder.me()._asdict(), "state": "training", "updated_unix": time.time()}
+    status = {
+        **Holder.current()._asdict(),
+        "state": "training",
+        "updated_unix": time.time(),
+    }
     (run_dir / f"trainer-{name}.json").write_text(json.dumps({**status, **changes}))
 
 
 def test_a_trainer_lives_by_its_pid_and_start_and_elsewhere_by_its_word(tmp_path):
     def live(**changes):
         trainer_says(tmp_path, **changes)
-        return purge.live_keepers(tmp_path)
+        return purge.live_data_holders(tmp_path)
 
     assert live() == {TRAINER}
     assert live(updated_unix=time.time() - 65) == {TRAINER}  # it hangs, and holds rows
@@ -130,7 +139,7 @@ def test_a_trainer_lives_by_its_pid_and_start_and_elsewhere_by_its_word(tmp_path
     assert live(state="stopped") == {TRAINER}  # its memory goes with its process
     assert live(state="engine_gone") == set()  # it waits for another, without rows
     assert live(start=1) == set()  # dead, however young its word
-    assert live(namespace=1) == {Keeper("trainer", os.getpid(), TRAINER.start, 1)}
+    assert live(namespace=1) == {DataHolder("trainer", os.getpid(), TRAINER.start, 1)}
     assert live(namespace=1, updated_unix=0) == set()
     assert live(namespace=1, state="stopped") == set()
 
@@ -141,36 +150,36 @@ def test_the_answer_of_one_is_not_another_ones_with_the_same_pid(tmp_path):
     trainer_says(tmp_path)
     trainer_says(tmp_path, "f", namespace=1)
     PurgeInbox(tmp_path).done(request, {})
-    silent = purge.live_keepers(tmp_path) - set(purge.answers(tmp_path, request))
+    silent = purge.live_data_holders(tmp_path) - set(purge.answers(tmp_path, request))
     assert [keeper.namespace for keeper in silent] == [1]
 
 
 def test_who_reads_a_ring_is_asked_though_it_has_said_nothing_yet(engine):
     """It starts, or the run directory vanished while it hung."""
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
     reader = RingReader.attach(engine.ring.name)
-    assert purge.live_keepers(engine.run_dir) == {TRAINER}
+    assert purge.live_data_holders(engine.run_dir) == {TRAINER}
     announce_relay(engine.run_dir, "e1")  # it was a relay
-    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    assert purge.live_data_holders(engine.run_dir) == {RELAY}
     retract_relay(engine.run_dir, "e1")
     reader.close()
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
 
 
 def test_a_trainer_is_found_after_its_run_directory_and_its_engine_are_gone(tmp_path):
     """It hung meanwhile: nothing in the run directory names it any more."""
     run_dir, state_dir = tmp_path / "run", str(tmp_path / "state")
-    folder = lasting_folder(run_dir, state_dir)
-    assert purge.live_keepers(run_dir, state_dir) == set()
+    folder = durable_folder(run_dir, state_dir)
+    assert purge.live_data_holders(run_dir, state_dir) == set()
     (path,) = purge.announce_trainer([folder])
     assert path.stat().st_mode & 0o777 == 0o600
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
-    assert purge.live_keepers(tmp_path / "another", state_dir) == set()
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(tmp_path / "another", state_dir) == set()
     path.write_text("")  # its name says all
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
     dead = folder / f"trainer-1-1-{TRAINER.namespace}"
     dead.touch()
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
     purge.announce_trainer([folder, tmp_path / "state" / "x"])
     assert sorted(folder.iterdir()) == [path]
     path.unlink()
@@ -186,7 +195,7 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
 
     def said(**changes):
         path.write_text(json.dumps({**found, **changes}))
-        return purge.live_keepers(tmp_path)
+        return purge.live_data_holders(tmp_path)
 
     assert said() == {RELAY}
     assert said(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
@@ -195,7 +204,7 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
     assert said(start=1) == set()
     assert not path.exists()  # a dead one's word is removed
     path.write_text("{")
-    assert purge.live_keepers(tmp_path) == set()
+    assert purge.live_data_holders(tmp_path) == set()
     announce_relay(tmp_path, "e")
     retract_relay(tmp_path, "e")
     assert list(tmp_path.iterdir()) == []
@@ -303,7 +312,7 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
     relay = engine.relay(store)
     serve(engine, 7, 8)
     relay.tick()  # now they are in the open shard
-    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    assert purge.live_data_holders(engine.run_dir) == {RELAY}
     request = purge.ask(engine.run_dir, 7)
     relay._next_poll = 0.0
     relay._drain = lambda: 0  # what comes before the purge stays in the ring
@@ -315,7 +324,7 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
     relay.stop()
     relay.run()
     assert tenants_in(store) == [8, 9]
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
 
 
 @pytest.mark.parametrize("ends", [False, True])

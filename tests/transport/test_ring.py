@@ -27,7 +27,7 @@ from vllm_tide.transport.process import (
     start_time,
 )
 from vllm_tide.transport.record import META_BYTES, RecordError, Status, decode
-from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Collect, Word, pack_frame
+from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Atomic, Collect, pack_frame
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 
 SPEC = make_spec()
@@ -135,7 +135,7 @@ def test_one_consumer_at_a_time_which_lives_while_its_heart_beats(ring_pair):
         RingReader.attach(writer.name)
     assert writer.stats().consumer_alive
     past = time.monotonic_ns() - HEARTBEAT_TIMEOUT_NS
-    reader._segment.store(Word.CONSUMER_BEAT, past)
+    reader._segment.store(Atomic.CONSUMER_BEAT, past)
     assert not writer.stats().consumer_alive
     reader.heartbeat()
     assert writer.stats().consumer_alive
@@ -146,12 +146,12 @@ def test_a_consumer_that_lost_its_claim_neither_reads_nor_asks(ring_pair):
     writer, reader = ring_pair(spec)
     parent = os.getppid()  # alive, and not us
     other = Holder(parent, start_time(parent), pid_namespace())
-    reader._segment.store(Word.CONSUMER, other.word)
+    reader._segment.store(Atomic.CONSUMER, other.as_u64)
     reader.heartbeat()
     reader.set_collect(Collect.METADATA)
     write_record(writer, make_record(spec))
     assert writer.collect and reader.read() is None
-    reader._segment.store(Word.CONSUMER, 0)
+    reader._segment.store(Atomic.CONSUMER, 0)
     reader.heartbeat()
     assert not writer.collect and reader.read() is not None
 
@@ -164,19 +164,19 @@ def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
         (Collect.NOTHING, Collect.NOTHING),  # but a pause outlives who said so
     ):
         reader.set_collect(wanted)
-        assert writer.wish is wanted and not writer.collect
+        assert writer.collect_mode is wanted and not writer.collect
         reader.close()
-        assert writer.wish is wanted
+        assert writer.collect_mode is wanted
         reader = RingReader.attach(writer.name)
         reader.heartbeat()
-        assert writer.wish is again
+        assert writer.collect_mode is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
     for wanted in Collect:  # in doubt nothing leaves
-        reader._segment.store(Word.COLLECT, 2**64 - 1)
-        assert writer.wish is Collect.NOTHING
+        reader._segment.store(Atomic.COLLECT, 2**64 - 1)
+        assert writer.collect_mode is Collect.NOTHING
         reader.set_collect(wanted)
-        assert writer.wish is wanted
+        assert writer.collect_mode is wanted
     reader.close()
 
 
@@ -375,7 +375,7 @@ def test_a_record_of_an_earlier_lap_is_not_taken_for_a_new_one(ring_pair):
     write(writer, 1, 2)
     assert drain(reader) == [1, 2]
     # The head points past what was written: there lies record 1, sound, one lap old.
-    reader._segment.store(Word.HEAD, 3 * length)
+    reader._segment.store(Atomic.HEAD, 3 * length)
     assert drain(reader) == []
     assert reader.stats().corrupt_records == 1
 
@@ -411,7 +411,7 @@ def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
     write(writer, 1, 2, 3)
     assert drain(reader) == [1, 2, 3]
     write(writer, 4)  # the writer has seen the tail behind record 3
-    reader._segment.store(Word.TAIL, tail)
+    reader._segment.store(Atomic.TAIL, tail)
     assert not write_record(writer, make_record(SPEC, 5))
     assert writer.drops["cursor"] == 1
     assert drain(reader) == [4]
@@ -424,7 +424,7 @@ def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
     writer, reader = ring_pair(SPEC)
     write(writer, 1, 2, 3)
     assert reader.read().draft_version == 1
-    reader._segment.store(Word.HEAD, head)
+    reader._segment.store(Atomic.HEAD, head)
     assert drain(reader) == []
     assert reader.stats().corrupt_records == 1
     write_record(writer, make_record(SPEC, 4))  # stores the head
@@ -436,10 +436,10 @@ def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
 def test_a_body_of_another_format_or_length_is_refused_with_a_sentence():
     body = body_of(make_record(SPEC))
     assert identity(decode(body.data)) == identity(make_record(SPEC))
-    with pytest.raises(RecordError, match="left over"):
+    with pytest.raises(RecordError, match="extra bytes"):
         decode(np.append(body, np.zeros(8, np.uint8)).data)
     # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
     older = np.delete(body, np.s_[72:80])
     older[71] = 0
-    with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
+    with pytest.raises(RecordError, match="record format 1, .*supports 5"):
         decode(older.data)

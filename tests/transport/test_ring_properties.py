@@ -14,7 +14,7 @@ from tests.transport.samples import (
     write_record,
 )
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
-from vllm_tide.transport.ring import Word
+from vllm_tide.transport.ring import Atomic
 from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 
 SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
@@ -39,7 +39,7 @@ damage = st.tuples(
             st.integers(0, 1 << 16),
             st.builds(
                 lambda word, byte: PAGE_BYTES + 64 * word + byte,
-                st.integers(0, max(Word)),
+                st.integers(0, max(Atomic)),
                 st.integers(0, 7),
             ),
         ),

@@ -159,7 +159,9 @@ def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
 
 
 def test_every_damaged_byte_of_the_header_is_noticed():
-    page = Header(MAGIC, 1, 8192, Holder.me(), {"a": 1}).encode().ljust(4096, b"\0")
+    page = (
+        Header(MAGIC, 1, 8192, Holder.current(), {"a": 1}).encode().ljust(4096, b"\0")
+    )
     assert Header.decode(page) is not None
     for at in [*range(52), *range(256, 256 + 7)]:
         damaged = bytearray(page)
@@ -171,7 +173,7 @@ def test_every_damaged_byte_of_the_header_is_noticed():
 @pytest.mark.slow
 def test_a_dead_or_zombie_process_is_not_alive():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.me().namespace)
+    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.current().namespace)
     assert holder.alive() is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not reaped
@@ -182,8 +184,8 @@ def test_a_dead_or_zombie_process_is_not_alive():
 
 
 def test_a_reused_pid_and_another_namespace_are_told_apart():
-    me = Holder.me()
+    me = Holder.current()
     assert me.alive() is True
-    assert Holder.from_word(me.word, me.namespace) == me
+    assert Holder.from_u64(me.as_u64, me.namespace) == me
     assert Holder(me.pid, me.start + 1, me.namespace).alive() is False
     assert Holder(me.pid, me.start, me.namespace + 1).alive() is None

@@ -11,19 +11,19 @@ from tests.transport.spool_toys import ROWS, head_tensors
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.transport import TransportError, WeightsRefused, publication
 from vllm_tide.transport.identity import difference, identity_of
-from vllm_tide.transport.shm import said
+from vllm_tide.transport.shm import sanitize_for_log
 from vllm_tide.transport.spool import (
     DraftConflict,
     EngineFolder,
     EngineState,
-    Freshness,
+    HeartbeatMonitor,
     ReaderState,
     checked_name,
     instance_gone,
     this_instance,
 )
 from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_store import NotOurs, open_store
+from vllm_tide.transport.spool_store import ForeignFileError, open_store
 
 # The store
 
@@ -85,11 +85,11 @@ def test_nothing_but_plain_files_is_read_listed_or_removed(tmp_path):
     assert store.sizes("d") == {"f": 1}
     assert store.folders("d") == [] and store.sizes("d/f") == {}
     for name in ("d/link", "d/pipe"):
-        with pytest.raises(NotOurs, match="left"):
+        with pytest.raises(ForeignFileError, match="not removed"):
             store.remove(name)
     store.write("d/link", b"3")  # takes the link's place
-    store._ours = {os.geteuid() + 1}
-    with pytest.raises(NotOurs, match="another user's"):
+    store._owner_uids = {os.geteuid() + 1}
+    with pytest.raises(ForeignFileError, match="another user's"):
         store.remove("d/f")
     assert store.read("d/link") == b"3" and store.read("d/f") == b"1"
 
@@ -151,21 +151,21 @@ def test_what_another_process_wrote_is_escaped_and_clipped(store):
         assert "forged" in text
         assert text.isprintable()
         assert len(text) < 500
-    assert said("plain reason: é") == "plain reason: \\xe9"
+    assert sanitize_for_log("plain reason: é") == "plain reason: \\xe9"
 
 
 def test_freshness_is_told_by_change_not_by_clocks():
-    word = Freshness(timeout_s=60.0)
-    word.look(5.0)
+    word = HeartbeatMonitor(timeout_s=60.0)
+    word.observe(5.0)
     assert word.fresh
-    assert not word.moved
+    assert not word.changed
     word._timeout_s = 0.0
-    word.look(5.0)
+    word.observe(5.0)
     assert not word.fresh
     word._timeout_s = 60.0
-    word.look(4.0)  # a clock may even go back
+    word.observe(4.0)  # a clock may even go back
     assert word.fresh
-    assert word.moved
+    assert word.changed
 
 
 def test_a_process_of_this_host_that_is_dead_is_known_to_be():
@@ -197,7 +197,7 @@ def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
     assert sorted(store.sizes(folder.path("heads"))) == sorted(
         ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
     )
-    folder.write_draft(blob)  # again, where the storage said that it had failed
+    folder.write_draft(blob)  # again, after a write that the storage reported as failed
     other = publication.encode(head_tensors(9), 5, 1, {})
     with pytest.raises(DraftConflict, match="not newer"):
         folder.write_draft(other)

@@ -31,7 +31,7 @@ from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
-from vllm_tide.transport.spool_store import NotOurs, open_store
+from vllm_tide.transport.spool_store import ForeignFileError, open_store
 from vllm_tide.transport.spool_writer import SpoolWriter, purge_records
 
 SPEC = make_spec()
@@ -84,7 +84,7 @@ def test_a_sparse_shard_is_passed_over_and_removed_before_any_other(disk, tmp_pa
     assert found == {2: [2]}
     assert reader.skipped["damaged"] == 1
     writer = SpoolWriter(EngineFolder(disk, "e1"), CONFIG)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert list(disk.sizes(AT)) and read_all(disk, last=2)[0] == {2: [2]}
     assert manifest["file"] not in disk.sizes(AT)
 
@@ -170,7 +170,7 @@ def test_a_version_that_leaps_is_no_draft_and_the_trainer_goes_on(disk, engine):
     feed.close()
     again = SpoolFeed(disk, "e1", threaded=False)
     assert again.latest_version == 2
-    with pytest.raises(TransportError, match="past the last"):
+    with pytest.raises(TransportError, match="exceeds the maximum"):
         again.publish(head_tensors(3), version=2**63, parent_version=2, meta={})
     again.close()
 
@@ -256,7 +256,7 @@ def test_a_scan_that_fails_is_said_and_made_again(disk, engine, monkeypatch, cap
         odd.setattr(source, "_lives", fails)
         _until(lambda: len(failed) > 1)
     assert "too deep" in caplog.text
-    source._found = {}
+    source._identities = {}
     _until(lambda: source.find() == ["e1"])
     with monkeypatch.context() as odd:
         odd.setattr(source, "_attach", fails)
@@ -296,7 +296,7 @@ def test_a_foreign_file_stops_no_purge_and_is_named_at_the_end(disk, tmp_path):
     first = tmp_path / "spool" / AT / "000000000001.json"
     first.unlink()
     first.symlink_to(tmp_path / "mine")
-    with pytest.raises(NotOurs, match=r"of 3 shards.*000000000001\.json"):
+    with pytest.raises(ForeignFileError, match=r"of 3 shards.*000000000001\.json"):
         purge_records(disk, before_unix=time.time() + 10)
     assert list(disk.sizes(AT)) == []
     assert (tmp_path / "mine").exists()

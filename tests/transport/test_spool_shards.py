@@ -189,7 +189,7 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
 
 def silence(writer):
     """To the writer's eyes nobody has said anything for long."""
-    for word in writer._bounds._words.values():
+    for word in writer._bounds._heartbeats.values():
         word._timeout_s = 0.0
 
 
@@ -205,7 +205,7 @@ def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
     bounds = {"max_gib": 4.5 * size / (1 << 30), "max_age_s": 1e10}
     config = CONFIG.model_copy(update=bounds)
     writer = write_shards(store, [[3], [4], [5]], "b", config)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert [n for n in files_of(store, "a") if n.endswith(".json")] == [
         "000000000002.json"
     ]
@@ -213,10 +213,10 @@ def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
     assert writer.first == 1
     writer.add(body_of(make_record(SPEC, 6)))
     writer.flush()
-    writer.keep_bounds()
+    writer.enforce_bounds()
     writer.add(body_of(make_record(SPEC, 7)))
     writer.flush()
-    writer.keep_bounds()
+    writer.enforce_bounds()
     assert files_of(store, "a") == []
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
 
@@ -226,20 +226,20 @@ def test_what_is_too_old_is_removed(store, monkeypatch):
     EngineFolder(store, "gone").write_state(EngineState(unix=5.0))
     EngineFolder(store, "quiet").write_state(EngineState(unix=time.time()))
     writer = write_shards(store, [[1]])
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may live
     silence(writer)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert writer.first == 1
     assert read_all(store, last=1)[0] == {1: [1]}
     assert engine_ids(store) == ["e1", "quiet"]
     monkeypatch.setattr(time, "time", lambda: 9e9)  # a step of the clock
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert engine_ids(store) == ["e1", "quiet"]
     assert len(files_of(store)) == 2
     at_time(monkeypatch, steady_unix() + CONFIG.max_age_s + 2)
     writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert files_of(store) == []
     assert (writer.first, writer.last) == (2, 1)
 
@@ -256,12 +256,12 @@ def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
     at_time(monkeypatch, now + 2 * CONFIG.max_age_s)
     ahead = write_shards(store, [[3]], "ahead")
     for beat in range(3):
-        ahead.keep_bounds(now=True)
+        ahead.enforce_bounds(now=True)
         near.write_state(EngineState(unix=now + beat + 1))
     assert files_of(store, "near") == files
     assert near.read_json("engine.json") == {}
     near.write_state(EngineState(unix=now + 2 * CONFIG.max_age_s))  # its own clock
-    ahead.keep_bounds(now=True)
+    ahead.enforce_bounds(now=True)
     assert files_of(store, "near") == []
     assert len(files_of(store, "ahead")) == 2
 
@@ -286,9 +286,9 @@ def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
     store.write("engines/piped/x", b"")
     os.mkfifo(tmp_path / "spool/engines/piped/state.json")
     writer = write_shards(store, [[1]])
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     silence(writer)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert sorted(p.name for p in keep.rglob("*")) == [
         "000000000001-5.safetensors", "deep", "key.pem", "thesis.tex",
     ]  # fmt: skip

@@ -8,7 +8,13 @@ import pytest
 
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, key_id, tenant_id, tenant_key
+from vllm_tide.transport.tenant import (
+    KEY_BYTES,
+    NO_TENANT,
+    key_id,
+    tenant_id,
+    tenant_key,
+)
 
 KEY = bytes(range(KEY_BYTES))
 
@@ -17,7 +23,7 @@ def test_an_id_follows_from_the_name_and_the_key_alone():
     names = [f"tenant {i}" for i in range(2000)] + ["", "é", "\ud800", "x" * 10**5]
     ids = {tenant_id(name, KEY) for name in names}
     assert len(ids) == len(names)
-    assert all(NOBODY < i < 2**64 for i in ids)
+    assert all(NO_TENANT < i < 2**64 for i in ids)
     assert ids == {tenant_id(name, KEY) for name in names}
     assert not ids & {tenant_id(name, KEY[::-1]) for name in names}
 
@@ -31,7 +37,7 @@ def state(tmp_path, monkeypatch):
 
 def test_the_key_is_made_once_and_kept_private(tmp_path, state):
     run_dir = tmp_path / "run"
-    with pytest.raises(TransportError, match="no engine has named tenants.*--run-dir"):
+    with pytest.raises(TransportError, match="no tenant key.*--run-dir"):
         tenant_key(run_dir, create=False)
     assert not run_dir.exists() and not state.exists()
     key = tenant_key(run_dir)
@@ -62,7 +68,7 @@ def test_without_a_home_the_key_lies_in_the_run_directory(tmp_path, state, caplo
     key = tenant_key(tmp_path / "run")
     assert tenant_key(tmp_path / "run", create=False) == key
     assert (tmp_path / "run" / "tenants.key").exists()
-    assert "may not outlive a reboot: set tide.train.state_dir" in caplog.text
+    assert "may not survive a reboot: set tide.train.state_dir" in caplog.text
     assert tenant_key(tmp_path / "run", str(state)) == key
 
 
@@ -116,11 +122,11 @@ def test_a_named_tenant_is_carried_and_what_is_no_name_is_not_captured():
     for name in ("acme", "0", 7, -1, "\ud800", "x" * 256):
         ticket = admit(name)
         assert (ticket.refusal, ticket.tenant) == (None, tenant_id(str(name), KEY))
-    assert (admit(None).refusal, admit(None).tenant) == (None, NOBODY)
+    assert (admit(None).refusal, admit(None).tenant) == (None, NO_TENANT)
     odd = ("", True, False, 1.5, [], ["acme"], {}, 2**64, 10**5000, "x" * 257)
     for name in odd:
         ticket = admit(name)
-        assert (ticket.refusal, ticket.tenant) == ("malformed_tenant", NOBODY)
+        assert (ticket.refusal, ticket.tenant) == ("malformed_tenant", NO_TENANT)
     # Without a shared key nobody can look a name up.
     first, second = (CapturePolicy(1.0).admit({"tide_tenant": "a"}, True) for _ in "12")
     assert first.tenant != second.tenant

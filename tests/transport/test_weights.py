@@ -15,7 +15,7 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.publication import DraftBlob
-from vllm_tide.transport.shm import DATA_AT, SHM_DIR, WORDS_AT
+from vllm_tide.transport.shm import ATOMICS_AT, DATA_AT, SHM_DIR
 from vllm_tide.transport.weights import BLOB_AT
 
 META = {"steps": 12, "holdout": [1.5, 2.0], "note": "x"}
@@ -126,7 +126,10 @@ def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
     buf = writer._segment.buf
     reasons = set()
     assert delivered(segment.read().tensors) == want
-    for at in (*range(WORDS_AT, WORDS_AT + 1024), *range(DATA_AT, DATA_AT + size, 3)):
+    for at in (
+        *range(ATOMICS_AT, ATOMICS_AT + 1024),
+        *range(DATA_AT, DATA_AT + size, 3),
+    ):
         for flip in (0x5A, 0x02):
             buf[at] ^= flip
             try:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    process.become_sidecar()
+    process.prepare_sidecar_process()
     run_dir = args.run_dir or default_run_dir()
     prepared = False
     while True:
@@ -113,7 +113,7 @@ def _prepare(config: TrainConfig) -> None:
     if config.cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, config.cpus)
-    process.be_nice(config.nice)  # adds up: once per process
+    process.renice(config.nice)  # adds up: once per process
 
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:

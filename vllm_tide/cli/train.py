@@ -54,16 +54,16 @@ def _start(args: argparse.Namespace) -> int:
     except (ConfigError, DraftError, TransportError) as error:
         status = fail(error)
     if _many_ranks():
-        from vllm_tide.train.ranks import leave
+        from vllm_tide.train.ranks import exit_rank
 
-        leave(status)
+        exit_rank(status)
     return status
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import become_sidecar
+    from vllm_tide.transport.process import prepare_sidecar_process
 
-    become_sidecar()
+    prepare_sidecar_process()
     override = _override(args.config)
     ranks = None
     if _many_ranks():
@@ -82,7 +82,7 @@ def _lead(
 ) -> int:
     from vllm_tide.sidecar.loop import Sidecar, describe, logger, prepare_process
     from vllm_tide.sidecar.report import TrainerStatus, open_metrics
-    from vllm_tide.train.gpu import give_back_cache
+    from vllm_tide.train.gpu import release_cache
     from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
@@ -123,7 +123,7 @@ def _lead(
         # is not there for the server that is to come.
         del sidecar, feeds
         gc.collect()  # they refer to each other
-        give_back_cache()
+        release_cache()
 
 
 def _many_ranks() -> bool:
@@ -146,10 +146,10 @@ def _find(
 ) -> Feeds:
     """Feeds with at least one engine; a TransportError where nobody waits for one."""
     from vllm_tide.sidecar.loop import logger
-    from vllm_tide.train.distributed import BEAT_S, beat
+    from vllm_tide.train.distributed import HEARTBEAT_S, send_heartbeat
     from vllm_tide.transport.feed_spool import FIRST_SCAN_S
     from vllm_tide.transport.feeds import open_feeds
-    from vllm_tide.transport.rendezvous import NobodyThere
+    from vllm_tide.transport.rendezvous import NotRunningError
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
@@ -169,9 +169,9 @@ def _find(
             hint = "tide section, or give --run-dir, or --wait"
             if why:
                 raise TransportError(why)
-            raise NobodyThere(none + hint)
-        if ranks is not None and time.monotonic() - spoken >= BEAT_S:
-            beat(ranks)
+            raise NotRunningError(none + hint)
+        if ranks is not None and time.monotonic() - spoken >= HEARTBEAT_S:
+            send_heartbeat(ranks)
             spoken = time.monotonic()
         time.sleep(POLL_S)
         feeds.poll()

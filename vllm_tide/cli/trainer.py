@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tide.cli import EXIT_NO, add_output, add_run_dir, emit, fail
 from vllm_tide.transport import purge
-from vllm_tide.transport.admin import NoTrainer, ask_all
+from vllm_tide.transport.admin import NoTrainerError, send_to_all
 from vllm_tide.transport.rendezvous import (
-    NobodyThere,
+    NotRunningError,
     default_run_dir,
     prepare_run_dir,
     read_manifests,
@@ -29,7 +29,7 @@ from vllm_tide.transport.shm import TransportError
 if TYPE_CHECKING:
     from vllm_tide.transport.spool_store import Store
 
-Counts = dict[purge.Keeper, Counter[str]]
+Counts = dict[purge.DataHolder, Counter[str]]
 
 MOST_SECONDS = 86400
 POLL_S = 0.2
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 def _ask_trainers(
     run_dir: Path, args: argparse.Namespace, words: Callable[[Any], str]
 ) -> int:
-    answers = ask_all(run_dir, {"do": args.command}, args.timeout)
+    answers = send_to_all(run_dir, {"do": args.command}, args.timeout)
     return _answered(args, answers, words)
 
 
@@ -168,7 +168,7 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
 def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
     try:
         return _ask_trainers(run_dir, args, _outcome)
-    except NoTrainer as error:
+    except NoTrainerError as error:
         _require_engines_alone(args, run_dir, error)
     from vllm_tide.deploy.rollback import roll_back
     from vllm_tide.draft.config import DraftError
@@ -192,7 +192,7 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
 
     try:
         return _ask_trainers(run_dir, args, _outcome)
-    except NoTrainer as error:
+    except NoTrainerError as error:
         _require_engines_alone(args, run_dir, error)
     switch = Switch(run_dir, PAUSED, *_state_dirs(args, run_dir))
     was, on = switch.on, args.command == "pause"
@@ -203,11 +203,11 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
 
 
 def _require_engines_alone(
-    args: argparse.Namespace, run_dir: Path, error: NoTrainer
+    args: argparse.Namespace, run_dir: Path, error: NoTrainerError
 ) -> None:
     """Raise where a trainer lives all the same, and `error` without an engine."""
     kept = _state_dirs(args, run_dir)
-    for keeper in sorted(purge.live_keepers(run_dir, *kept)):
+    for keeper in sorted(purge.live_data_holders(run_dir, *kept)):
         if keeper.kind == "trainer":
             raise TransportError(
                 f"{keeper} has no socket in {run_dir} now and makes it anew within a "
@@ -238,7 +238,7 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
         print(f"{lasts} tide.train.state_dir ({why})", file=sys.stderr)
     if not there and off:
         return fail(
-            NobodyThere(f"no run directory {run_dir}: nothing is set; give --run-dir")
+            NotRunningError(f"no run directory {run_dir}: nothing set; give --run-dir")
         )
     said = f"capture is {args.wanted} in {run_dir}"
     if not off and switches_on(folders):
@@ -305,7 +305,7 @@ def _ask_keepers(
     """Asks all once, and adds up what they removed; who is missing, empty if nobody."""
     request, deadline = purge.ask(run_dir, tenant), time.monotonic() + args.timeout
     while True:
-        live = purge.live_keepers(run_dir, *_state_dirs(args, run_dir))
+        live = purge.live_data_holders(run_dir, *_state_dirs(args, run_dir))
         answered = purge.answers(run_dir, request)
         silent = live - set(answered)
         unread = purge.unread_engines(run_dir) if answered else []
