@@ -45,7 +45,7 @@ CASES = [
     (["config"], 2, "print a commented example"),
     (["config", "example", "adpt"], 2, "no example 'adpt'; known: adapt, "),
     ([*CHECK, "DIR"], 2, "'DIR' cannot be read (Is a directory)"),
-    ([*CHECK, "DIR/array.json"], 2, "array.json' must hold a JSON object"),
+    ([*CHECK, "DIR/array.json"], 2, "array.json' must contain a JSON object"),
     ([*CHECK, "DIR/binary.json"], 2, "binary.json' cannot be read (is not"),
     ([*CHECK, "DIR/broken.json"], 2, "is not valid JSON: Expecting ','"),
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),

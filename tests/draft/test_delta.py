@@ -113,7 +113,7 @@ def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t differs from the base's"),
         ({"extra": torch.ones(3)}, "only one of the drafts has extra"),
         ({"fc.weight": torch.full((ROWS, COLUMNS), torch.inf)}, "fc.weight has NaN"),
     ],
@@ -127,13 +127,13 @@ def test_no_change_is_made_of_drafts_that_do_not_fit(base, wrong, said):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
-        ({"norm.weight": torch.ones(3)}, "norm.weight has shape .3,., its base .224,"),
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t differs from the base's"),
+        ({"norm.weight": torch.ones(3)}, "has shape .3,., the base has .224,"),
         ({"norm.weight": torch.full((COLUMNS,), torch.nan)}, "norm.weight has NaN"),
-        ({"fc.weight.u": None}, "fc.weight has one factor and not the other"),
+        ({"fc.weight.u": None}, "fc.weight has only one of two factors"),
         ({"fc.weight.u": torch.ones(COLUMNS, 4)}, "factors .224, 4. and .4, 224. of"),
         ({"fc.weight.v": torch.full((4, COLUMNS), 1e38)}, "fc.weight has NaN or inf"),
-        ({"extra": torch.ones(3)}, "extra belongs to nothing of the base"),
+        ({"extra": torch.ones(3)}, "extra is not a tensor of the base"),
         ({"d2t.u": torch.ones(ROWS, 1), "d2t.v": torch.ones(1, 1)}, "of d2t do not"),
     ],
 )

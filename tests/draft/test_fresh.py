@@ -21,7 +21,7 @@ from vllm_tide.draft.fresh import (
     fresh_directory,
     fresh_layer_ids,
     is_fresh,
-    sized,
+    with_vocab_size,
 )
 from vllm_tide.draft.target import rows_fingerprint
 
@@ -126,7 +126,7 @@ def test_an_unusable_target_is_one_sentence(target, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DraftError, match="XDG_CACHE_HOME"):
         fresh_directory(target, FreshConfig(), torch.float32, tmp_path / "file" / "c")
-    with pytest.raises(DraftError, match="too shallow"):
+    with pytest.raises(DraftError, match="at least 3 are needed"):
         fresh_layer_ids(2)
     assert fresh_layer_ids(3) == (0, 1, 2) and fresh_layer_ids(32) == (2, 16, 29)
     assert list((tmp_path / "c").iterdir()) == []
@@ -141,7 +141,7 @@ def shape(raw: dict, **settings: object) -> Eagle3Config:
 
 def test_a_fresh_draft_has_as_many_tokens_as_its_trainer_can_afford():
     def size(vocab: int, device: str, **settings: int) -> int | None:
-        return sized(FreshConfig(**settings), vocab, device).draft_vocab_size
+        return with_vocab_size(FreshConfig(**settings), vocab, device).draft_vocab_size
 
     assert size(49152, "cpu") == 4096
     assert size(49152, "cuda:1") == 32768

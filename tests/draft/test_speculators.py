@@ -100,7 +100,7 @@ def test_card_names_what_was_measured_and_nothing_else(tmp_path):
     for absent in ("loss", "Gain", "Served", "nan"):
         assert absent not in card
     write_export(tmp_path / "bare", exported(), "hf")
-    assert "Nothing was measured" in (tmp_path / "bare" / "README.md").read_text()
+    assert "No measurements" in (tmp_path / "bare" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", ["hf", "speculators"])

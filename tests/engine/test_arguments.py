@@ -95,12 +95,12 @@ CASES = [
     ({"head_dim": "x"}, "head_dim is 'x'; it must be"),
     ({"num_key_value_heads": [2]}, "num_key_value_heads is [2]; it must be"),
     ({"rms_norm_eps": "x"}, "could not convert string to float"),
-    ({"transformer_layer_config": [1]}, "another kind than it must be"),
+    ({"transformer_layer_config": [1]}, "a value has the wrong type"),
     (
         {"intermediate_size": 129},
-        "mlp.down_proj.weight has shape (64, 128), the config asks for (64, 129)",
+        "mlp.down_proj.weight has shape (64, 128), the config requires (64, 129)",
     ),
-    ({"draft_vocab_size": 300}, "lm_head.weight has shape (320, 64), the config asks"),
+    ({"draft_vocab_size": 300}, "lm_head.weight has shape (320, 64), the config re"),
     # Long ones are not printed whole.
     ({"eagle_aux_hidden_state_layer_ids": [0] * 10**6}, "but the target has 4 layers"),
     ({"hidden_size": "x" * 10**6}, "but the target's hidden size is 64"),

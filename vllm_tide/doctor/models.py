@@ -52,7 +52,7 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read type ("BF16") and shape of each tensor of a directory."""
     from safetensors import SafetensorError, safe_open
 
-    from vllm_tide.draft.config import DraftError, regular
+    from vllm_tide.draft.config import DraftError, regular_file
 
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -60,7 +60,7 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     tensors = {}
     for path in files:
         try:
-            with safe_open(regular(path), framework="numpy") as archive:
+            with safe_open(regular_file(path), framework="numpy") as archive:
                 for name in archive.keys():  # noqa: SIM118 - not a mapping
                     part = archive.get_slice(name)
                     tensors[name] = part.get_dtype(), tuple(part.get_shape())
@@ -158,11 +158,12 @@ def fit(subject: Subject) -> Finding:
 
 def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_config, sized
+    from vllm_tide.draft.fresh import fresh_config, with_vocab_size
 
     tide, text = subject.tide, target.get("text_config") or target
     try:
-        settings = sized(tide.fresh, text.get("vocab_size", 0), tide.train.device)
+        size, device = text.get("vocab_size", 0), tide.train.device
+        settings = with_vocab_size(tide.fresh, size, device)
         return fresh_config(target, settings)
     except DraftError as error:
         raise ConfigError(str(error)) from None

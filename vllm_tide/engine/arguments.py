@@ -72,7 +72,7 @@ def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> No
         ConfigError: No draft can be built for this target.
     """
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_directory, sized
+    from vllm_tide.draft.fresh import fresh_directory, with_vocab_size
     from vllm_tide.engine.facts import weights_dir
 
     try:
@@ -83,7 +83,7 @@ def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> No
             f"cannot be loaded ({type(error).__name__}); download it first."
         ) from None
     try:
-        settings = sized(tide.fresh, target.get_vocab_size(), tide.train.device)
+        settings = with_vocab_size(tide.fresh, target.get_vocab_size(), tide.train.device)
         folder = fresh_directory(where, settings, target.dtype)
     except DraftError as error:
         raise ConfigError(
