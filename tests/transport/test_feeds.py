@@ -88,7 +88,7 @@ def test_a_dead_engine_is_dropped_and_cleaned_up_after():
     feeds, source = feeds_of(a, b)
     a.dead = True
     changes = feeds.poll()
-    assert changes.left == {"a": "its engine is gone"}
+    assert changes.left == {"a": "its process has exited"}
     assert source.buried == ["a"]
     assert feeds.reference is b
     b.dead = True

@@ -296,7 +296,7 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
         (engine.weights._segment, _Atomic.WRITER),
     )
     for segment, word in claims:
-        segment.store(word, other.word)
+        segment.store(word, other.as_u64)
         segment.store(word + 1, other.namespace)
         segment.store(word + 2, time.monotonic_ns())
     write_shards(disk, [[5]])  # the other one's shard has the number that is next
@@ -308,7 +308,7 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
             relay.run()
     assert seeds_in(disk) == {1: [5]}
     assert engine.folder(disk).read_state() == said
-    assert [segment.load(word) for segment, word in claims] == [other.word] * 2
+    assert [segment.load(word) for segment, word in claims] == [other.as_u64] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

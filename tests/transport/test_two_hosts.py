@@ -114,7 +114,7 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
             feeds.read()
             left |= feeds.poll().left
             time.sleep(0.05)
-        assert left == {"left": "its engine is gone"}
+        assert left == {"left": "its process has exited"}
         assert feeds.ids == ["right"]
         assert publish(feeds, 4) == version + 1
         feeds.close()

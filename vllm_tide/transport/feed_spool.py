@@ -262,7 +262,7 @@ class SpoolFeed:
             if message != self._failing:  # log once per cause, not per attempt
                 logger.error("engine %s: %s", self.id, message)
             self._failing = message
-        except Exception as error:  # else the thread would exit without a message
+        except Exception as error:  # otherwise the thread would exit silently
             logger.exception("engine %s: its spool cannot be used", self.id)
             self._lost = failure_message(error)
         else:

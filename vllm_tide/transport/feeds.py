@@ -141,7 +141,7 @@ class Feeds:
         joined: list[str] = []
         for member in list(self._members.values()):
             if self._call(member, member.feed.alive) is False:
-                self._drop(member, "its engine is gone")
+                self._drop(member, "its process has exited")
                 member.source.gone(member.feed.id)
                 for versions in (self._numbers, self._fast, self._bases):
                     versions.pop(member.feed.id, None)  # do not reuse for a new engine

@@ -112,7 +112,7 @@ class PurgeInbox:
                 continue
             request = _read(path, name)
             if request is None:
-                if path.exists():  # else it was just withdrawn
+                if path.exists():  # otherwise it was just withdrawn
                     self._seen.add(name)
                     logger.warning("%s is not a valid purge request: retry", path)
             else:
@@ -128,7 +128,7 @@ class PurgeInbox:
         if time.time() - request.asked_unix_s > MAX_AGE_S:
             withdraw(self._run_dir, request)
             return
-        answer = {"kind": self._kind, **Holder.current()._asdict()}
+        answer: dict[str, Any] = {"kind": self._kind, **Holder.current()._asdict()}
         answer["counts"] = dict(counts)
         path = self._run_dir / f"purged-{request.id}-{self._name}.json"
         _write(path, answer, "answer a purge in")

@@ -441,7 +441,7 @@ def _remove_old_files(run_dir: Path, live: set[str]) -> list[str]:
 
 
 def take_lock(run_dir: Path, group: str) -> int | None:
-    """Lock the right to start a group's trainer; None if another process has it.
+    """Lock the start of a group's trainer; return None if another process has the lock.
 
     Returns:
         A descriptor. The lock is released when all copies of it are closed, also in

@@ -230,7 +230,7 @@ class Segment:
         _shm.store(self.buf, ATOMICS_AT + index * LINE_BYTES, value)
 
     def owner_alive(self, heartbeat: int) -> bool:
-        """Return whether the creator is alive; `heartbeat` is the index of its beat."""
+        """Return whether the creator is alive; `heartbeat` is an index of an atomic."""
         alive = self.header.owner.alive()
         if alive is None:
             return self.intact() and heartbeat_is_fresh(self.load(heartbeat))

@@ -101,7 +101,7 @@ class Relay:
         self._stopping = True
 
     def run(self) -> str:
-        """Run until stopped or the engine is gone; return that as a state name."""
+        """Run; return "stopped" or "engine_gone"."""
         try:
             while not self._stopping and not self._gone():
                 if not self.tick():
