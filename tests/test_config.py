@@ -42,8 +42,8 @@ BAD_SECTIONS = [
     ({"train": {"loss": {}}}, "tide.train.loss: must have at least 1 entry, got {}."),
     (
         {"run_dir": "runs/x"},
-        "tide.run_dir: must be an absolute path, as each process has a folder it is "
-        "relative to, got 'runs/x'.",
+        "tide.run_dir: must be an absolute path, because processes have different "
+        "folders, got 'runs/x'.",
     ),
     (
         {"capture": {"ring_mib": "big"}},
@@ -94,7 +94,7 @@ NOTED = [
     ({"spool": {"max_gib": 2}}, {}, "tide.spool.url is null."),
     ({"fresh": {"draft_vocab_size": 99}}, {"model": "a/b"}, "model is not 'fresh'."),
     ({"train": {"metrics_port": 8000}}, {}, "8000 is also the port of vllm serve"),
-    ({"spool": {"url": "s3://a:b@c"}}, {}, "tide.spool.url: has credentials"),
+    ({"spool": {"url": "s3://a:b@c"}}, {}, "tide.spool.url: contains credentials"),
     ({}, {"num_speculative_tokens": 99}, "num_speculative_tokens: 99 is more than"),
 ]
 
@@ -249,14 +249,14 @@ MISTAKES = [
     ),
     ({"model": ""}, "model: missing; give the directory or hub name of the EAGLE-3 "),
     ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),
-    ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; give the "),
+    ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; set the "),
     (
         {"tide": {"train": {"loss": {"forwardkl": 1}}}},
         "tide.train.loss.forwardkl: unknown key; did you mean 'forward_kl'?",
     ),
     (
         {"tide": MEMORY, "draft_sample_method": "probabilistic"},
-        "tide.test_time.memory: a token of the memory's has no draft probability",
+        "tide.test_time.memory: its tokens have no draft probability",
     ),
     ({"tide": MEMORY, "parallel_drafting": True}, "parallel_drafting: tide.test_time"),
     ({"tide": MEMORY, **TABLE}, "num_speculative_tokens_per_batch_size: tide.test_ti"),
@@ -266,8 +266,8 @@ MISTAKES = [
     ),
     (
         {"tide": {"capture": {"sample_rate": 0}, "test_time": {"adapt": "shared"}}},
-        "tide.test_time.adapt: 'shared' trains on rows of running requests, of which "
-        "none is captured; change tide.capture.enabled, consent or sample_rate, or set",
+        "tide.test_time.adapt: 'shared' trains on rows of running requests, but none "
+        "are captured; change tide.capture.enabled, consent or sample_rate, or set",
     ),
 ]
 

@@ -52,7 +52,7 @@ CASES = [
     ([*CHECK, "DIR/empty.json"], 2, "empty.json' is empty; give a JSON object"),
     ([*CHECK, "DIR/empty.yaml"], 2, "empty.yaml' is empty; give a JSON object"),
     ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json' has no tide section"),
-    ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is no text; put it in"),
+    ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is not a string; put "),
     ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. vllm serve"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
     ([*CHECK, '{"tide"}'], 2, "the inline JSON is not valid JSON: "),
@@ -62,7 +62,7 @@ CASES = [
     (
         [*CHECK, inline(rejection_sample_method="synthetic")],
         2,
-        "rejection_sample_method: 'synthetic' makes up acceptance",
+        "rejection_sample_method: 'synthetic' does not compare drafts",
     ),
     (["top", "--interval", "nan"], 2, "--interval: nan is no time of at least 0.05 s"),
     (["top", "--url", "notaurl:::"], 2, "--url: 'notaurl:::' is no http address"),

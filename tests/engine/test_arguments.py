@@ -133,7 +133,7 @@ def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_
     [
         (
             {"draft_sample_method": "probabilistic"},
-            "tide.test_time.memory: a token of the memory's has no draft probability, ",
+            "tide.test_time.memory: its tokens have no draft probability, ",
         ),
         ({"parallel_drafting": True}, "parallel_drafting: tide."),
         ({"disable_padded_drafter_batch": True}, "disable_padded_drafter_batch: tide."),
@@ -173,7 +173,7 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
         ),
         (
             {"rejection_sample_method": "synthetic"},
-            "rejection_sample_method: 'synthetic' makes up acceptance",
+            "rejection_sample_method: 'synthetic' does not compare drafts",
         ),
         ({"rejection_sample_method": "fly"}, "rejection_sample_method: "),
         ({"draft_lm_head_quantization": "fp8"}, "draft_lm_head_quantization: "),
