@@ -46,7 +46,6 @@ Glossary (one term per concept; a new term needs a line here):
 * *day 0*: a start from an untrained draft; *frozen*: a draft that is never trained.
 * *segment*: named shared memory; *ring*: segment of records; *weights segment*: segment
   of drafts; *spool*: both in storage; *run directory*: files of server and trainer.
-* *landed*: of a step, with its results copied to the host; *directive*: instructions of
-  the scheduler to all workers for a step.
+* *landed*: step with results on the host; *directive*: the scheduler's to all workers.
 * *step costs*: predicted times by depth and length.
 """
