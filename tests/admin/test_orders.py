@@ -43,8 +43,8 @@ def test_a_head_on_trial_is_rolled_back_to_the_one_before(engine):
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
     assert "after a rollback" in sidecar.deployment.waiting_for
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"], told["reason"]) == (1, 0, "ordered")
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"], event["reason"]) == (1, 0, "ordered")
     sidecar.feeds.close()
 
 
@@ -86,9 +86,9 @@ def test_without_a_trainer_the_command_itself_goes_back(engine, capsys):
     ).unlink()  # its process, this one, is not over
 
     assert main(["rollback", *where]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("engine test: from version 1 back to 1, which is served as")
-    assert "version 2" in said and "no trainer" in said
+    stdout = capsys.readouterr().out
+    assert stdout.startswith("engine test: rolled back from version 1 to 1, served as")
+    assert "version 2" in stdout and "no trainer" in stdout
     assert_sent(engine, older)
     assert len(list(store.drafts())) == 1  # what was rolled back does not return
     assert main(["rollback", *where]) == 0
@@ -117,7 +117,7 @@ def test_without_a_trainer_what_cannot_be_rolled_back_says_so(engine, capsys):
     engine.manifest.tide["spool"] = {"url": "/spool"}
     engine.announce()
     assert main(["rollback", *where]) == 1
-    assert "the trainer of its spool" in capsys.readouterr().err
+    assert "trained through a spool" in capsys.readouterr().err
 
 
 def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
@@ -150,8 +150,8 @@ def test_once_ends_where_a_pause_allows_no_cycle(engine, capsys):
     order(first, "pause")
     first.feeds.close()
     assert main(["train", "--once", "--run-dir", str(engine.run_dir)]) == 1
-    said = capsys.readouterr().err
-    assert "training is paused" in said and "`vllm-tide resume`" in said
+    stderr = capsys.readouterr().err
+    assert "training is paused" in stderr and "`vllm-tide resume`" in stderr
     assert engine.weights.latest_version() == 0
 
 
@@ -199,14 +199,14 @@ def test_the_commands_reach_a_running_trainer(engine, capsys):
     finally:
         sidecar.stop()
         loop.join(20)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     name = f"trainer {os.getpid()}"
-    lines = said.out.splitlines()
+    lines = captured.out.splitlines()
     assert lines[0].startswith(f"{name}: ") and "version 0 served" in lines[0]
     assert "0 cycles, 0 steps, " in lines[0]
     assert lines[1:3] == [f"{name}: paused", f"{name}: was paused"]
     assert json.loads("\n".join(lines[3:-1]))[name]["state"]
     assert lines[-1] == f"{name}: resumed"
-    assert "no draft has been published" in said.err
+    assert "no draft has been published" in captured.err
     assert main(["status", *where]) == 1
     assert "no trainer is running" in capsys.readouterr().err

@@ -117,13 +117,13 @@ def test_switches_of_two_run_directories_are_two(recorder, tmp_path, state):
 def test_a_switch_that_may_not_outlive_a_reboot_says_so(tmp_path, state, capsys):
     run_dir = tmp_path / "run"
     announce(run_dir, state)
-    kept = tmp_path / ("kept" if state else "home")
-    kept.touch()  # no directory
+    folder = tmp_path / ("kept" if state else "home")
+    folder.touch()  # no directory
     switch_off("capture", run_dir, state)
-    said = capsys.readouterr()
-    assert "capture is off" in said.out
-    assert "may not outlive a reboot" in said.err
-    assert "tide.train.state_dir" in said.err and str(kept) in said.err
+    captured = capsys.readouterr()
+    assert "capture is off" in captured.out
+    assert "not after a reboot" in captured.err
+    assert "tide.train.state_dir" in captured.err and str(folder) in captured.err
 
 
 def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
@@ -134,8 +134,8 @@ def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
     copy.unlink()
     copy.mkdir()
     assert main(["capture", "on", "--run-dir", str(run_dir)]) == 2
-    said = capsys.readouterr()
-    assert "capture is on" not in said.out and str(copy) in said.err
+    captured = capsys.readouterr()
+    assert "capture is on" not in captured.out and str(copy) in captured.err
 
 
 def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
@@ -161,8 +161,8 @@ def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, caps
     announce(run_dir, state)
     Report(run_dir, "e1").write(TrainerStatus(state="training"))
     assert main(["pause", "--run-dir", str(run_dir)]) == 2
-    assert "no trainer is running" not in (said := capsys.readouterr().err)
-    assert f"trainer {os.getpid()} has no socket" in said
+    assert "no trainer is running" not in (stderr := capsys.readouterr().err)
+    assert f"trainer {os.getpid()} has no socket" in stderr
     # Nor one whose run directory has just vanished.
     (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)

@@ -87,8 +87,8 @@ def published_once(engine: Engine):
 def assert_sent(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
     sent = master_of(engine.weights.read())
     for name, tensor in sent.items():
-        wanted = weights[canonical_name(name)]
-        assert torch.equal(tensor, wanted.to(tensor.dtype)), name
+        expected = weights[canonical_name(name)]
+        assert torch.equal(tensor, expected.to(tensor.dtype)), name
 
 
 def assert_live(sidecar, weights: dict[str, torch.Tensor]) -> None:
@@ -114,8 +114,8 @@ def test_a_head_that_serves_worse_is_taken_back(engine):
     assert engine.weights.latest_version() == 2
     assert_sent(engine, before)
     assert_live(sidecar, before)
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"]) == (1, 0)
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"]) == (1, 0)
     # The head put back is not on trial, and nothing is published for a while.
     engine.weights.report(2, 0, "", 2.0)
     assert sidecar._tick()
@@ -133,7 +133,7 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkey
     assert not sidecar.deployment.canary.undecided
     assert engine.weights.latest_version() == 1
     assert [e["version"] for e in events(engine, "keep")] == [1]
-    kept = sidecar.trainer.snapshot()
+    snapshot = sidecar.trainer.snapshot()
     sidecar.feeds.close()
     # The server comes back with the checkpoint it was started with.
     engine.weights.close()
@@ -146,8 +146,8 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkey
     again.feeds.close()
     again = attach(engine)
     assert engine.weights.latest_version() == 1
-    assert_live(again, kept)
-    assert_sent(engine, kept)
+    assert_live(again, snapshot)
+    assert_sent(engine, snapshot)
     # An engine that refuses it is no reason to try it for ever.
     assert heads(engine)
     engine.weights.report(0, 1, "for a reason", 0.0)
@@ -163,7 +163,7 @@ def test_a_rollback_that_cannot_be_sent_is_tried_again(engine, monkeypatch):
     serve(engine, 24, 1, 1)
     assert sidecar._tick()
     assert engine.weights.latest_version() == 1
-    assert "no engine could be sent" in sidecar.deployment.waiting_for
+    assert "no engine has received" in sidecar.deployment.waiting_for
     assert sidecar._tick()
     assert [e["rollback_of"] for e in events(engine, "unpublished")] == [1]
     monkeypatch.undo()
@@ -277,8 +277,8 @@ def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
     sidecar = attach(engine)
     assert engine.weights.latest_version() == 6
     assert_sent(engine, sidecar.trainer.snapshot())
-    (told,) = events(engine, "restored")
-    assert (told["version"], told["stored"]) == (6, 0)
+    (event,) = events(engine, "restored")
+    assert (event["version"], event["stored"]) == (6, 0)
     engine.weights.report(6, 0, "", 2.0)
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
@@ -296,9 +296,9 @@ def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(eng
     assert sidecar._tick()
     assert engine.weights.latest_version() == 3
     assert_sent(engine, first)
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"]) == (2, 0)
-    assert "served speed over plain" in told["reason"]
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"]) == (2, 0)
+    assert "served speed over plain" in event["reason"]
     sidecar._update_status(force=True)
     canary = engine.status()["canary"]
     assert canary["change"] < -0.5 < 0 < canary["error"]

@@ -133,7 +133,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
     said = capsys.readouterr()
     assert said.out == "" and len(said.err.splitlines()) == 1
-    assert "the tenants' key is another one" in said.err
+    assert "nothing was removed, as the tenants' key is" in said.err
     assert key_id(before) in said.err and key_id(now) in said.err
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
     # The same where only a trainer's buffers hold such data.
@@ -263,7 +263,7 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
     thread = background(answer)
     told = ["--tenant-id", "ff", "--timeout", "0.5"]
     assert call(engine.run_dir, *told) == EXIT_NO
-    assert "nobody reads the ring of engine e1" in capsys.readouterr().err
+    assert "ring of engine e1 is not empty and has no" in capsys.readouterr().err
     reader = RingReader.attach(engine.ring.name)
     assert reader.read().tenant == 255
     reader.close()
@@ -274,11 +274,11 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ((), "whose data? give --tenant NAME, --tenant-id HEX, or --all"),
+        ((), "no data selected; give --tenant NAME, --tenant-id HEX, or --all"),
         (("--tenant", "acme"), "no tenant key"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
-        (("--tenant-id", "1" * 17), "no id of 64 bits"),
-        (("--tenant-id=-1",), "no id of 64 bits"),
+        (("--tenant-id", "1" * 17), "not a hexadecimal id of 64 bits"),
+        (("--tenant-id=-1",), "not a hexadecimal id of 64 bits"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(tmp_path, capsys, more, sentence):

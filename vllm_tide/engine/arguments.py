@@ -83,7 +83,8 @@ def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> No
             f"cannot be loaded ({type(error).__name__}); download it first."
         ) from None
     try:
-        settings = with_vocab_size(tide.fresh, target.get_vocab_size(), tide.train.device)
+        size, device = target.get_vocab_size(), tide.train.device
+        settings = with_vocab_size(tide.fresh, size, device)
         folder = fresh_directory(where, settings, target.dtype)
     except DraftError as error:
         raise ConfigError(
