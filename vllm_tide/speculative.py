@@ -265,7 +265,7 @@ def notes(
             if getattr(values, knob) != type(values).model_fields[knob].default:
                 yield f"tide.{section}.{knob}: has no effect: {why}."
     if tide.capture.enabled and not tide.capture.sample_rate:
-        yield "tide.capture.sample_rate: 0 captures no request, so nothing is learnt."
+        yield "tide.capture.sample_rate: 0 captures no request, so nothing is trained."
     if tide.preset == "observe" and tide.test_time.memory != "off":
         yield (
             "tide.test_time.memory: drafts from the requests' own text although "

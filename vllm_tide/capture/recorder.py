@@ -143,7 +143,7 @@ class Recorder:
         return ticket
 
     def _end_records(self, tickets: list[Ticket], counts: list[int]) -> None:
-        """End the records of requests for good, because capture is paused."""
+        """End the records of requests, which do not resume after the pause."""
         ended = [ticket for ticket in tickets if ticket.refusal is None]
         for ticket in ended:
             ticket.refusal = "paused"

@@ -40,8 +40,8 @@ logger = logging.getLogger("vllm.tide")
 
 # Options of `VllmConfig` that are errors if they are on, or greater than 1.
 _UNUSABLE = {
-    "lora_config": "--enable-lora: tide cannot tell adapters' hidden states apart; "
-    "switch LoRA off or remove the tide section.",
+    "lora_config": "--enable-lora: tide does not separate the hidden states of "
+    "adapters; switch LoRA off or remove the tide section.",
     "kv_transfer_config": "--kv-transfer-config: tide cannot capture a prompt with "
     "transferred KV, and has not been tested with a KV connector; leave it out or "
     "remove the tide section.",

@@ -38,7 +38,7 @@ STEPS_WRITTEN = 2
 
 
 class Capture(Recorder):
-    """Copies rows of live traffic into the ring; see `Recorder` for what it counts.
+    """Capture of live traffic's rows into the ring; counters are in `Recorder`.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1 or V2) or its CPU subclass.

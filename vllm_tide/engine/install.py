@@ -181,14 +181,14 @@ _PROBED = {
 
 
 def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Prove through the modules' own outputs that the new weights are what they use.
+    """Check that the modules' outputs match the new weights.
 
-    Packed weights cannot be read back, so each linear layer is asked for its output
-    on a fixed probe; the vocabulary mapping is read back. Only for an unsharded draft
-    (tensor parallel size 1).
+    Packed weights cannot be read back, so each linear layer is run on a fixed probe.
+    The vocabulary mapping is read back. Only for an unsharded draft (tensor parallel
+    size 1).
 
     Raises:
-        DraftRefused: A layer does not compute with the new weights.
+        DraftRefused: A layer does not use the new weights.
     """
     mapping = getattr(draft, "draft_id_to_target_id", None)
     if mapping is not None and "d2t" in tensors:

@@ -236,7 +236,7 @@ class WorkerTide(Generic[C]):
                 raise
             self._losses["run_dir_full"] = 1
             logger.error(
-                "vllm_tide: %s; this server captures and learns nothing: free space "
+                "vllm_tide: %s; this server neither captures nor learns: free space "
                 "there and restart it.",
                 error,
             )

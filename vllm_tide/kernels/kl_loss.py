@@ -33,7 +33,7 @@ FLOOR = 1e-30
 MAX_BLOCK = 8192
 
 _LOG_FLOOR = tl.constexpr(math.log(FLOOR))
-_LOWEST = tl.constexpr(-3.0e38)  # a maximum of nothing; finite, so no inf - inf
+_LOWEST = tl.constexpr(-3.0e38)  # initial maximum; finite, so no inf - inf
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
