@@ -78,7 +78,7 @@ NOTED = [
     (
         {"capture": {"sample_rate": 0}},
         {},
-        "tide.capture.sample_rate: 0 captures no request, so nothing is learnt.",
+        "tide.capture.sample_rate: 0 captures no request, so nothing is trained.",
     ),
     (
         {"preset": "observe", "test_time": {"memory": "ngram"}},

@@ -236,8 +236,8 @@ class WorkerTide(Generic[C]):
                 raise
             self._losses["run_dir_full"] = 1
             logger.error(
-                "vllm_tide: %s; this server neither captures nor learns: free space "
-                "there and restart it.",
+                "vllm_tide: %s; capture and training are off: free space there and "
+                "restart the server.",
                 error,
             )
             return False
