@@ -40,7 +40,7 @@ def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
     assert lines[0] == "True {}" and lines[-1] == "False {'run_dir_full': 1}"
     (sentence,) = (line for line in lines if line.startswith("ERROR"))
     assert f"no space in run directory {run}: File too large" in sentence
-    assert "capture and training are off: free space there and restart the server." in sentence
+    assert "capture and training are off: free space there" in sentence
     assert os.listdir(run) == []
 
 
