@@ -49,7 +49,7 @@ def simulator(seconds: float) -> Any:
         out = Path(folder) / "rows.json"
         argv = ["scripts/sim/run.py", "--suite", "published", "--seed", "0"]
         argv += ["--seconds", str(seconds), "--json", str(out)]
-        argv += [word for arm in ARMS for word in ("--arm", arm)]
+        argv += [arg for arm in ARMS for arg in ("--arm", arm)]
         subprocess.run([sys.executable, *argv], check=True, stderr=subprocess.DEVNULL)
         rows = json.loads(out.read_text())["rows"]
         for row in rows:
@@ -68,7 +68,7 @@ def records(_: float) -> Any:
     from vllm_tide.transport import RingWriter
     from vllm_tide.transport.shm import DATA_AT
 
-    found = []
+    result = []
     for teacher, dtype in (("hidden", "bfloat16"), ("topk", "float32")):
         spec = make_spec(teacher, dtype, hidden_size=4, topk=3, layers=(1, 2))
         writer = RingWriter.create(spec, 1 << 16)
@@ -116,10 +116,10 @@ def records(_: float) -> Any:
             assert not frames.status.any()
         head, _ = writer.level()
         data = np.frombuffer(writer._segment.buf, np.uint8)[DATA_AT : DATA_AT + head]
-        found.append([head, digest(data)])
+        result.append([head, digest(data)])
         del data
         writer.close()
-    return found
+    return result
 
 
 def training(_: float) -> Any:
@@ -133,7 +133,7 @@ def training(_: float) -> Any:
     from vllm_tide.train.trainer import Trainer
 
     torch.set_num_threads(1)
-    found = []
+    result = []
     for seed in range(5):
         torch.manual_seed(seed)
         trainer = Trainer(TOY.draft(seed), TOY.rows, TrainConfig(**KNOBS))
@@ -145,8 +145,8 @@ def training(_: float) -> Any:
         for _ in range(2):
             loss = trainer.train_cycle().loss
             weights = [p.detach().numpy() for p in trainer.draft.parameters()]
-            found.append([loss.hex(), digest(*weights)])
-    return found
+            result.append([loss.hex(), digest(*weights)])
+    return result
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ def canary(_: float) -> Any:
     from vllm_tide.deploy.canary import Canary
     from vllm_tide.deploy.served import ServedRequests
 
-    found = []
+    result = []
     for seed in range(24):
         rng = np.random.default_rng(seed)
         served, watch = ServedRequests(max_open=1 << 20), Canary(DeployConfig())
@@ -198,10 +198,10 @@ def canary(_: float) -> Any:
                 verdict = watch.poll() if version == 2 else None
                 if verdict is not None:
                     break
-        found.append(
+        result.append(
             [verdict.decision, verdict.requests] if verdict is not None else None
         )
-    return found
+    return result
 
 
 def gate(_: float) -> Any:
@@ -226,7 +226,7 @@ def gate(_: float) -> Any:
         live = dict.fromkeys(gains, 0.0)
         return Pair(*first, evaluation(gains), evaluation(live))
 
-    found: list[Any] = []
+    result: list[Any] = []
     for seed in range(40):
         rng, evidence = random.Random(seed), Evidence()
         gain, published = (-0.1, 0.0, 0.05, 0.1, 0.3)[seed % 5], None
@@ -241,8 +241,8 @@ def gate(_: float) -> Any:
             if judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence).publish:
                 published = evidence.requests
                 break
-        found.append([published, evidence.wealth.hex()])
-    return found
+        result.append([published, evidence.wealth.hex()])
+    return result
 
 
 def texts(runner: str) -> Any:

@@ -107,8 +107,8 @@ def mutants(path: str, source: str) -> Iterator[dict[str, Any]]:
 def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str, Any]]:
     """One mutant each of as many lines, every line alike."""
 
-    def git(*words: str) -> str:
-        return subprocess.check_output(["git", "-C", str(ROOT), *words], text=True)
+    def git(*args: str) -> str:
+        return subprocess.check_output(["git", "-C", str(ROOT), *args], text=True)
 
     lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for name in git("ls-tree", "-r", "--name-only", base).splitlines():
@@ -121,7 +121,7 @@ def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str
 
 def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
     """The file and the line (from 0) of the same code in a tree."""
-    found = []
+    result = []
     for top in ("vllm_tide", "scripts", "tests"):
         for path in (tree / top).rglob("*.py"):
             lines = [line.strip() for line in path.read_text().splitlines()]
@@ -134,9 +134,9 @@ def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
                     alike = len(set(near) & set(mutant["near"]))
                     alike += 2 * (function == mutant["function"])
                     alike += path.name == Path(mutant["path"]).name
-                    found.append((alike, -abs(at + 1 - mutant["line"]), path, at))
-    best = max(found, default=(0,))
-    return best[2:] if best[0] > 2 or len(found) == 1 else None
+                    result.append((alike, -abs(at + 1 - mutant["line"]), path, at))
+    best = max(result, default=(0,))
+    return best[2:] if best[0] > 2 or len(result) == 1 else None
 
 
 def tests_of(path: Path, tree: Path) -> list[str]:
@@ -145,11 +145,13 @@ def tests_of(path: Path, tree: Path) -> list[str]:
     longest = max((p for p in TESTS if name.startswith(p)), key=len, default="")
     folders = TESTS.get(longest, name.split("/")[1]).format(stem=path.stem).split()
     places = [tree / "tests" / folder for folder in folders]
-    found = [f for p in places for f in (p.glob("test_*.py") if p.is_dir() else [p])]
-    found = sorted(file for file in found if file.is_file())
+    result = [f for p in places for f in (p.glob("test_*.py") if p.is_dir() else [p])]
+    result = sorted(file for file in result if file.is_file())
     named = re.compile(rf"\b{path.stem}\b")
-    found.sort(key=lambda f: (path.stem not in f.stem, not named.search(f.read_text())))
-    return [str(file.relative_to(tree)) for file in found]
+    result.sort(
+        key=lambda f: (path.stem not in f.stem, not named.search(f.read_text()))
+    )
+    return [str(file.relative_to(tree)) for file in result]
 
 
 def run_tests(tree: Path, files: list[str], marks: str) -> str:
@@ -170,12 +172,12 @@ def run_tests(tree: Path, files: list[str], marks: str) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    said = re.findall(r"^(?:FAILED|ERROR) \S+", log.read_text(), re.MULTILINE)
-    return "not found" if status in (0, 5) else f"found: {[*said, status][0]}"
+    failures = re.findall(r"^(?:FAILED|ERROR) \S+", log.read_text(), re.MULTILINE)
+    return "not found" if status in (0, 5) else f"found: {[*failures, status][0]}"
 
 
 def run(
-    drawn: list[dict[str, Any]], source: Path, out: Path, until_found: int, marks: str
+    drawn: list[dict[str, Any]], source: Path, out: Path, limit: int, marks: str
 ) -> None:
     """Run the tests on each mutant, in a copy of a tree; `out` has what came of it."""
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -215,7 +217,7 @@ def run(
             print(mutant.get("place"), mutant["after"], mutant["outcome"], flush=True)
             out.write_text(json.dumps(drawn, indent=1))
             count[mutant["outcome"].split(":")[0]] += 1
-            if count["found"] >= until_found:
+            if count["found"] >= limit:
                 break
     print(dict(count))
 

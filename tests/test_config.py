@@ -103,9 +103,9 @@ NOTED = [
 def test_what_has_no_effect_or_is_odd_is_noted(section, keys, note, capsys):
     whole = {"model": "fresh", "num_speculative_tokens": 3, "tide": section} | keys
     assert main(["config", "check", json.dumps(whole)]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("the inline JSON: fine.")
-    (line,) = said.err.splitlines()
+    captured = capsys.readouterr()
+    assert captured.out.startswith("the inline JSON: fine.")
+    (line,) = captured.err.splitlines()
     assert line.startswith("note: ") and note in line and "b@c" not in line
 
 
@@ -225,8 +225,8 @@ def test_a_key_given_twice_is_refused(tmp_path, capsys, name, text):
     file = tmp_path / name
     file.write_text(text)
     assert main(["config", "check", str(file)]) == 2
-    said = "capture: given twice; leave one."
-    assert capsys.readouterr().err == f"error: {said}\n"
+    message = "capture: given twice; leave one."
+    assert capsys.readouterr().err == f"error: {message}\n"
     if name == "a.json":
         with pytest.raises(ConfigError, match="^capture: given twice"):
             read_json_object(text)
@@ -274,8 +274,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("change", "start"), MISTAKES)
 def test_a_mistake_beside_the_section_is_named(change, start, capsys):
-    status, (said,) = checked(WHOLE | change, capsys)
-    assert status == 2 and said.startswith(f"error: {start}")
+    status, (message,) = checked(WHOLE | change, capsys)
+    assert status == 2 and message.startswith(f"error: {start}")
 
 
 def test_an_integral_float_is_a_whole_number():

@@ -56,7 +56,7 @@ def sources() -> dict[Path, ast.Module]:
 
 @cache
 def imports() -> list[tuple[str, str, str]]:
-    found = []
+    result = []
     for file, tree in sources().items():
         here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for node in ast.walk(tree):
@@ -67,8 +67,8 @@ def imports() -> list[tuple[str, str, str]]:
                 names = [node.module]
                 if node.module == "vllm_tide":
                     names = [f"vllm_tide.{alias.name}" for alias in node.names]
-            found += [(str(file), here, name) for name in names]
-    return found
+            result += [(str(file), here, name) for name in names]
+    return result
 
 
 def test_layers_import_downwards_only():
@@ -101,8 +101,8 @@ WITH_TORCH = {"torch", "triton", "xformers"}
 def required(lines: list[str]) -> set[str]:
     """Names of requirements that hold without an extra."""
     plain = [line for line in lines if "extra ==" not in line]
-    found = [re.match(r"[\w.-]+", line) for line in plain]
-    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in found if name}
+    matches = [re.match(r"[\w.-]+", line) for line in plain]
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in matches if name}
 
 
 @pytest.mark.vllm
@@ -121,8 +121,8 @@ def test_what_is_imported_is_declared_or_vllm_s():
         for _, _, name in imports()
         if name.split(".")[0] not in sys.stdlib_module_names
     }
-    told = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
-    assert told.keys() - known == set()
+    imported = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
+    assert imported.keys() - known == set()
     # These run where no vLLM is: in `doctor`, `top`, `status` and `config`.
     assert {"packaging", "prometheus-client", "pyyaml", "pydantic"} <= ours
 
@@ -162,19 +162,19 @@ UNSAFE_MODULES = {
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and ("", node.id) in UNSAFE_CALLS:
-            found.append(node.id)
+            result.append(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if (node.value.id, node.attr) in UNSAFE_CALLS:
-                found.append(f"{node.value.id}.{node.attr}")
+                result.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.ImportFrom):
             names = {(node.module, alias.name) for alias in node.names}
-            found += [f"{a}.{b}" for a, b in names & UNSAFE_CALLS]
+            result += [f"{a}.{b}" for a, b in names & UNSAFE_CALLS]
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
-            found.append(str(node.arg))
-    return found
+            result.append(str(node.arg))
+    return result
 
 
 def test_nothing_that_another_process_wrote_becomes_code():

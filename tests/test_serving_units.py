@@ -288,20 +288,20 @@ def test_accepted_tokens_of_a_step_are_counted_once_by_the_requests_length():
     longest = SimpleNamespace(num_tokens=1 << 20)
     for request, accepted in ((short, 0), (short, 3), (short, 3), (long, 2)):
         tide.verified(request, 3, accepted)
-    told = []
+    reports = []
     for more in (), ((longest, 1),), ():
         for request, accepted in more:
             tide.verified(request, 3, accepted)
         tide.observe({"staged": 0})
-        told.append(tide.stats())
+        reports.append(tide.stats())
     # What is said once is not said again: it is added up as it comes.
-    assert [one["step_accepted"] for one in told] == [
+    assert [one["step_accepted"] for one in reports] == [
         {"0-1k": {0: 1, 3: 2}, "1k-4k": {2: 1}},
         {"64k-": {1: 1}},
         {},
     ]
     made = TideProm({0: ["m", "0"]})
-    for one in told:
+    for one in reports:
         made.observe(one)
     name = "vllm_tide:step_accepted_tokens"
     assert sample(f"{name}_sum", context="0-1k") == 6
@@ -325,10 +325,10 @@ def test_drafts_that_came_with_a_report_are_handed_out_once_and_never_as_a_numbe
 def test_several_api_servers_count_every_step_once():
     """Each report goes to one of them, and Prometheus adds up what they have."""
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
-    told = [{"rows": 10, "dropped": {"ring_full": 1}}]
-    told += [{"rows": 30, "dropped": {"ring_full": 1, "salted": 2}}, {"rows": 31}]
+    sent = [{"rows": 10, "dropped": {"ring_full": 1}}]
+    sent += [{"rows": 30, "dropped": {"ring_full": 1, "salted": 2}}, {"rows": 31}]
     reports = []
-    for totals in told:
+    for totals in sent:
         tide.observe({"staged": 0, **totals})
         reports.append(tide.stats())
     assert [report["rows"] for report in reports] == [10, 20, 1]
@@ -390,17 +390,17 @@ import os, sys, threading
 from vllm_tide.engine.trainer_process import free_cores, given_cores
 
 given = sorted(os.sched_getaffinity(0))
-said, done = threading.Event(), threading.Event()
+bound, done = threading.Event(), threading.Event()
 
 def model(core):
     os.sched_setaffinity(0, {core})
-    said.set()
+    bound.set()
     done.wait()
 
 for core in given[: int(sys.argv[1])]:
-    said.clear()
+    bound.clear()
     threading.Thread(target=model, args=(core,)).start()
-    said.wait()
+    bound.wait()
 print(sorted(given_cores()) == given, sorted(free_cores(given_cores())))
 done.set()
 """

@@ -99,15 +99,15 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def attributes_per_class() -> dict[str, int]:
     """Return the number of attributes of each class that has more than allowed."""
-    found = {}
+    counts = {}
     for path in sources():
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.ClassDef):
                 number = len(attributes(node))
                 if number > MAX_ATTRIBUTES:
-                    found[f"{module}.{node.name}"] = number
-    return found
+                    counts[f"{module}.{node.name}"] = number
+    return counts
 
 
 def is_number(node: ast.expr | None) -> bool:

@@ -96,11 +96,14 @@ def test_an_ending_process_has_sent_its_spans(collector, tmp_path, monkeypatch):
     assert (cycle.name, publish.name) == ("vllm_tide.cycle", "vllm_tide.publish")
     assert cycle.end_time_unix_nano - cycle.start_time_unix_nano == 1_500_000_000
     assert publish.end_time_unix_nano == publish.start_time_unix_nano > began
-    told = {
+    attributes = {
         item.key.removeprefix("vllm_tide."): item.value for item in cycle.attributes
     }
-    assert set(told) == {"cycle", "seconds", "publish", "reason"}  # no null
-    assert (told["cycle"].int_value, told["publish"].bool_value) == (3, True)
+    assert set(attributes) == {"cycle", "seconds", "publish", "reason"}  # no null
+    assert (attributes["cycle"].int_value, attributes["publish"].bool_value) == (
+        3,
+        True,
+    )
 
 
 def test_a_span_that_fails_costs_nothing(tmp_path):

@@ -154,20 +154,23 @@ class Commands(RuleBasedStateMachine):
         self.killed = 0
         Engine(self.world)
 
-    def reached(self, word):
+    def reached(self, command):
         """Give a command: 0 only if all trainers have it; 0 if all are in reach."""
         world = self.world
         lively = world.lively
         quiet = world.mono - world.quiet_since > REACH_S and world.engines
         hung = [t for t in world.trainers if t.hung]
-        status = world.order(word)
-        if status == 0 and word != "status":
-            world.paused = world.mono if word == "pause" else None
+        status = world.order(command)
+        if status == 0 and command != "status":
+            world.paused = world.mono if command == "pause" else None
             for trainer in lively:
                 if trainer.returncode is None:
-                    assert trainer.pause.on == (word == "pause"), (word, trainer.pid)
+                    assert trainer.pause.on == (command == "pause"), (
+                        command,
+                        trainer.pid,
+                    )
         if quiet and lively and not hung:
-            assert status == 0, word
+            assert status == 0, command
 
     def resumes(self):
         """Faults end; the switches are ordered away; nothing else is done."""

@@ -120,14 +120,15 @@ def clear(run_dir):
 
 
 @pytest.mark.parametrize(
-    "said", [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000]
+    "request",
+    [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000],
 )
-def test_what_is_no_request_is_answered_with_a_sentence(served, said):
+def test_what_is_no_request_is_answered_with_a_sentence(served, request):
     trainer, asked = served
-    if not said.endswith(b"\n"):
-        said = said[:4000] + b"x" * 1000
+    if not request.endswith(b"\n"):
+        request = request[:4000] + b"x" * 1000
     with client_of(trainer.path) as client:
-        client.sendall(said)
+        client.sendall(request)
         answer = json.loads(client.recv(1 << 16))
     assert not answer["ok"] and answer["error"].startswith("a request must be")
     assert asked == []

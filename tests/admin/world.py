@@ -132,13 +132,13 @@ class World:
             for each in (*self.engines, *self.trainers):
                 each.tick()
 
-    def order(self, *words):
+    def order(self, *argv):
         """Give a command; its exit status. One that fails has to say why."""
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = main([*words, "--run-dir", str(self.run_dir), "--timeout", "5"])
-        if status and not said.getvalue():
-            self.wrong.append(f"{words} exited with {status} and said nothing")
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = main([*argv, "--run-dir", str(self.run_dir), "--timeout", "5"])
+        if status and not output.getvalue():
+            self.wrong.append(f"{argv} exited with {status} and said nothing")
         return status
 
     @property
@@ -151,7 +151,7 @@ class World:
         if self.order("purge", *whose) == 0:
             self.purges.append((tenant, asked))
             for trainer in self.trainers:
-                for key in trainer.held:
+                for key in trainer.records:
                     self.check_purged(key)
 
     def check_purged(self, key):
@@ -206,7 +206,7 @@ class Engine:
             self.announce()
             group = rendezvous.group_of(self.manifest)
             self.child = TrainerProcess(name, world.run_dir, group, SpoolConfig())
-        self.next_look = self.next_report = 0.0
+        self.next_poll = self.next_report = 0.0
         world.engines.append(self)
 
     def announce(self):
@@ -217,8 +217,8 @@ class Engine:
     def tick(self):
         world = self.world
         with world.acting(self.pid):
-            if world.mono >= self.next_look:
-                self.next_look = world.mono + switch.POLL_S
+            if world.mono >= self.next_poll:
+                self.next_poll = world.mono + switch.POLL_S
                 self.recorder.off = bool(self.switches.read())
             if world.mono >= self.next_report:
                 self.next_report = world.mono + 1.0
@@ -257,7 +257,7 @@ class Trainer:
     def __init__(self, world, locks):
         self.world, self.pid, self.returncode = world, world.spawn(), None
         self.ready, self.attached, self.hung = world.mono + LOAD_S, False, False
-        self.held, self.fresh = [], 0
+        self.records, self.fresh = [], 0
         self.locks = [os.dup(fd) for fd in locks]
         self.feeds = self.socket = None
         world.trainers.append(self)
@@ -270,8 +270,10 @@ class Trainer:
             self.kill(2)
             return
         self.inbox = PurgeInbox(world.run_dir)
-        kept = rendezvous.state_dirs(world.run_dir)
-        folders = [rendezvous.durable_folder(world.run_dir, each) for each in kept]
+        state_dirs = rendezvous.state_dirs(world.run_dir)
+        folders = [
+            rendezvous.durable_folder(world.run_dir, each) for each in state_dirs
+        ]
         self.files = purge.announce_trainer(folders)
         self.pause = Switch(
             world.run_dir, PAUSED, *rendezvous.state_dirs(world.run_dir)
@@ -294,9 +296,9 @@ class Trainer:
             if not self.attached:
                 self.attach()
             if self.returncode is None:
-                self.turn()
+                self.run_once()
 
-    def turn(self):
+    def run_once(self):
         self.feeds.poll()
         if not len(self.feeds):
             self.socket.close()
@@ -309,8 +311,10 @@ class Trainer:
         for request in self.inbox.pending():
             self.drain()
             tenants = self.world.served
-            kept = [k for k in self.held if request.tenant not in (None, tenants[k][0])]
-            removed, self.held = len(self.held) - len(kept), kept
+            remaining = [
+                k for k in self.records if request.tenant not in (None, tenants[k][0])
+            ]
+            removed, self.records = len(self.records) - len(remaining), remaining
             self.feeds.purge(request.tenant)
             self.inbox.done(request, {"tokens": removed})
         self.socket.poll(self.execute)
@@ -320,17 +324,17 @@ class Trainer:
     def drain(self):
         for _, records in self.feeds.read(4096):
             for record in records:
-                self.held.append(record.key)
+                self.records.append(record.key)
                 self.fresh += 1
                 self.world.check_purged(record.key)
 
     def execute(self, request):
         if request["do"] == "status":
-            told = dict.fromkeys(
+            report = dict.fromkeys(
                 ("waiting_for", "last_decision", "cycles", "steps", "publications"), 0
             )
-            told |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
-            return {"ok": True, "status": {**told, "state": "waiting"}}
+            report |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
+            return {"ok": True, "status": {**report, "state": "waiting"}}
         was, on = self.pause.on, request["do"] == "pause"
         note = self.pause.set(on)
         self.set_collect()

@@ -130,7 +130,7 @@ WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "prometheus_client")))
 from vllm_tide.cli.main import main
-sys.exit(main({words!r}))
+sys.exit(main({argv!r}))
 """
 
 
@@ -144,7 +144,7 @@ sys.exit(main({words!r}))
     ],
 )
 def test_a_laptop_has_neither_torch_nor_vllm(argv, status, part, tmp_path):
-    code = WITHOUT.format(words=[*argv, "--run-dir", str(tmp_path / "run")])
+    code = WITHOUT.format(argv=[*argv, "--run-dir", str(tmp_path / "run")])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -170,7 +170,9 @@ def test_capture_off_where_nobody_is_there_is_set(tmp_path):
     run.mkdir(mode=0o700)
     status, (line,) = answered(["capture", "off", "--run-dir", str(run)], tmp_path)
     assert status == 1
-    message = f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
+    message = (
+        f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
+    )
     assert line == message
     argv = ["capture", "off", "--json", "--run-dir", str(run)]
     status, lines = answered(argv, tmp_path)

@@ -48,19 +48,19 @@ def folder(tmp_path):
 def compared(capsys, *sides, status=0):
     """First line and the rest of what the command prints."""
     assert main(["compare", *sides]) == status
-    first, rest = capsys.readouterr().out.split("\n", 1)
-    return first, rest
+    first, text = capsys.readouterr().out.split("\n", 1)
+    return first, text
 
 
 def test_a_faster_side_is_taken_and_a_slower_one_not(folder, tmp_path, capsys):
     a = folder("now", 1.0, 1.01, spec_decode_acceptance_length=2.0)
     b = folder("tide", 1.25, 1.26, spec_decode_acceptance_length=2.6)
     out = tmp_path / "out.json"
-    first, rest = compared(capsys, a, b)
+    first, text = compared(capsys, a, b)
     assert main(["compare", a, b, "--json", "--output", str(out)]) == 0
     assert first.startswith("tide serves 1.2") and first.endswith("use tide.")
-    assert "Outputs are equal in 80 of 80 requests." in rest
-    assert " better" in rest
+    assert "Outputs are equal in 80 of 80 requests." in text
+    assert " better" in text
     figures = {f["name"]: f for f in json.loads(out.read_text())["figures"]}
     assert figures["acceptance length"]["ratio"] == pytest.approx(1.3)
     rate = figures[RATE]
@@ -161,9 +161,9 @@ def test_outputs_are_compared_where_both_sides_served(folder, capsys):
     a = folder("now", 1.0, 1.01, n=200, errors=errors(3), generated_texts=texts)
     texts = ["another", *texts[1:]]
     b = folder("tide", 1.5, 1.51, n=200, errors=errors(150), generated_texts=texts)
-    first, rest = compared(capsys, a, b)
+    first, text = compared(capsys, a, b)
     assert first.endswith("use tide. 2 and 2 requests failed.")
-    assert "Outputs are equal in 394 of 396 requests." in rest
+    assert "Outputs are equal in 394 of 396 requests." in text
 
 
 def test_figures_are_vllm_s_own(tmp_path):

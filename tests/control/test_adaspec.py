@@ -33,7 +33,7 @@ def adaspec(n, model, time=None, **knobs):
 
 def world(n, model, acceptance, seed=1):
     acceptance = dataclasses.replace(acceptance)
-    return World(n, published(model), acceptance, seed=seed, rounds_each=60)
+    return World(n, published(model), acceptance, seed=seed, steps_each=60)
 
 
 @pytest.mark.parametrize(
@@ -48,80 +48,82 @@ def world(n, model, acceptance, seed=1):
     ],
 )
 def test_close_to_clairvoyant_and_above_every_static(model, level):
-    n, rounds = 16, 400
+    n, num_steps = 16, 400
     acceptance = Acceptance(level=level)
-    found = world(n, model, acceptance).run(adaspec(n, model), rounds).throughput
+    throughput = (
+        world(n, model, acceptance).run(adaspec(n, model), num_steps).throughput
+    )
     best = ClairvoyantPolicy(published(model))
-    ideal = world(n, model, acceptance).run(best, rounds).throughput
+    ideal = world(n, model, acceptance).run(best, num_steps).throughput
     static = max(
-        world(n, model, acceptance).run(StaticPolicy(k), rounds).throughput
+        world(n, model, acceptance).run(StaticPolicy(k), num_steps).throughput
         for k in (1, 3, 5, 7)
     )
-    assert found > 0.965 * ideal
-    assert found > 0.995 * static
+    assert throughput > 0.965 * ideal
+    assert throughput > 0.995 * static
 
 
-@pytest.mark.parametrize(("n", "rests"), [(16, False), (1, True)])
-def test_off_is_nearly_free_when_nothing_pays(n, rests):
+@pytest.mark.parametrize(("n", "skips"), [(16, False), (1, True)])
+def test_off_is_nearly_free_when_nothing_pays(n, skips):
     model = "gpt-oss-120b"
     policy, where = adaspec(n, model), world(n, model, HARD)
-    where.run(policy, 1000, rests=rests)  # until it knows the draft
+    where.run(policy, 1000, skips=skips)  # until it knows the draft
     before = policy.stats()
-    found = where.run(policy, 2000, rests=rests)
+    run = where.run(policy, 2000, skips=skips)
     plain = world(n, model, HARD).run(NonePolicy(7), 2000)
-    assert found.throughput > 0.99 * plain.throughput
+    assert run.throughput > 0.99 * plain.throughput
     stats = policy.stats()
     asked = stats["steps"] - before["steps"]
-    assert stats["steps_without_drafts"]["no_gain"] > (100 if rests else 1900)
-    assert asked < 300 if rests else asked == 2000
+    assert stats["steps_without_drafts"]["no_gain"] > (100 if skips else 1900)
+    assert asked < 300 if skips else asked == 2000
     assert stats["exploration_steps"] > 0
     # Measured are all steps since the question.
     plain, measured = stats["plain_step_seconds"], stats["step_seconds"]
     assert measured == pytest.approx(plain, rel=0.1)
 
 
-@pytest.mark.parametrize(("acceptance", "rests"), [(EASY, False), (HARD, True)])
-def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, rests):
+@pytest.mark.parametrize(("acceptance", "skips"), [(EASY, False), (HARD, True)])
+def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, skips):
     model, n = "gpt-oss-120b", 8
     policy = adaspec(n, model)
-    found = world(n, model, acceptance).run(policy, 600, rests=rests)
+    run = world(n, model, acceptance).run(policy, 600, skips=skips)
     plain = world(n, model, acceptance).run(NonePolicy(7), 600)
     stats = policy.stats()
-    told = stats["plain_step_seconds"] / stats["step_seconds"]
-    assert told == pytest.approx(found.throughput / plain.throughput, rel=0.02)
-    assert told > 1.3 if acceptance is EASY else 0.97 < told < 1.01
+    speedup = stats["plain_step_seconds"] / stats["step_seconds"]
+    assert speedup == pytest.approx(run.throughput / plain.throughput, rel=0.02)
+    assert speedup > 1.3 if acceptance is EASY else 0.97 < speedup < 1.01
 
 
 @pytest.mark.parametrize(
-    ("n", "rests", "seeds"),
+    ("n", "skips", "seeds"),
     [
         (16, True, (1,)),
         *(
-            pytest.param(n, rests, (1, 2, 3), marks=nightly)
+            pytest.param(n, skips, (1, 2, 3), marks=nightly)
             for n in (1, 16)
-            for rests in (False, True)
+            for skips in (False, True)
         ),
     ],
 )
-def test_comes_on_again_when_the_workload_becomes_easier(n, rests, seeds):
+def test_comes_on_again_when_the_workload_becomes_easier(n, skips, seeds):
     model = "gpt-oss-120b"
     for seed in seeds:
         policy = adaspec(n, model)
         where = world(n, model, HARD, seed=seed)
-        where.run(policy, 1000, rests=rests)
-        off = where.run(policy, 500, rests=rests)
+        where.run(policy, 1000, skips=skips)
+        off = where.run(policy, 500, skips=skips)
         plain = n / float(published(model).target_curve(n, 500 * n, 0)[0])
         assert off.throughput > 0.98 * plain, "nothing but trials"
         where.acceptance.level = EASY.level
         begun = where.now
         steps: list[int] = []
         while where.now < begun + 10.0 and np.count_nonzero(steps[-50:]) < 45:
-            steps += where.run(policy, 50, rests=rests).steps
+            steps += where.run(policy, 50, skips=skips).steps
         # Within a tenth of a regime of one minute.
         assert where.now < begun + 6.0
         where.acceptance.level = HARD.level
-        where.run(policy, 1000, rests=rests)
-        off = where.run(policy, 500, rests=rests)
+        where.run(policy, 1000, skips=skips)
+        off = where.run(policy, 500, skips=skips)
         assert off.throughput > 0.98 * plain
 
 
@@ -141,12 +143,12 @@ def test_a_wrong_time_model_is_put_right():
     truth, model = wrong("gpt-oss-120b")
     acceptance = Acceptance(level=0.5)
     policy = adaspec(n, "", StepTimes(model))
-    where = World(n, truth, acceptance, seed=1, rounds_each=60)
-    found = where.run(policy, 1500)
-    where = World(n, truth, acceptance, seed=1, rounds_each=60)
+    where = World(n, truth, acceptance, seed=1, steps_each=60)
+    run = where.run(policy, 1500)
+    where = World(n, truth, acceptance, seed=1, steps_each=60)
     plain = where.run(NonePolicy(7), 1500)
-    assert found.throughput > 0.97 * plain.throughput
-    trusting = World(n, truth, acceptance, seed=1, rounds_each=60)
+    assert run.throughput > 0.97 * plain.throughput
+    trusting = World(n, truth, acceptance, seed=1, steps_each=60)
     static = trusting.run(StaticPolicy(2), 300)
     assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
 
@@ -186,12 +188,12 @@ def test_unusual_requests_get_their_own_lengths():
             return 1 / (1 + np.exp(-logit)), confidence
 
     policy = adaspec(n, model)
-    kept = np.zeros(n)
+    verified = np.zeros(n)
     choose = policy.choose
 
     def recorded():
         lengths = choose()
-        kept[:] += lengths
+        verified[:] += lengths
         return lengths
 
     where = World(n, published(model), Split(level=0.5), seed=1)
@@ -200,7 +202,7 @@ def test_unusual_requests_get_their_own_lengths():
     policy.choose = recorded
     policy.add = lambda *args: None
     where.run(policy, 200)
-    assert kept[: n // 2].mean() > 2 * kept[n // 2 :].mean()
+    assert verified[: n // 2].mean() > 2 * verified[n // 2 :].mean()
 
 
 def test_a_swapped_draft_is_tried_at_once():
@@ -253,15 +255,15 @@ def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
     for slot in range(2):
         policy.add(slot, False, 0.0)
     slots, drafts = np.arange(2), np.full(2, 7)
-    for turn in range(5):
-        plan = policy.plan(batch_of([7, 7]), 0.01 * turn)
+    for number in range(5):
+        plan = policy.plan(batch_of([7, 7]), 0.01 * number)
         step, more = 0, plan.passes > 0
         while more:
             step += 1
             more = policy.go_on(step, np.full(2, 0.9))
         sent = np.minimum(policy.choose(), drafts)
         none = np.zeros(2, np.int64)
-        policy.observe(Outcome(slots, sent, none, none + 1, 0.01 * turn + 0.009))
+        policy.observe(Outcome(slots, sent, none, none + 1, 0.01 * number + 0.009))
     policy.add(1, False, 0.1)
     policy.draft_swapped = lambda: None
     policy._learn()
@@ -279,33 +281,35 @@ def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
         for slot in range(n):
             policy.add(slot, False, 0.0)
         wholes = []
-        for turn in range(1, 193):
-            now = 10.0 * turn  # enough is saved for anything
+        for number in range(1, 193):
+            now = 10.0 * number  # enough is saved for anything
             batch = where.batch()
             plan = policy.plan(batch, now)
             step, more = 0, plan.passes > 0
-            told = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.5, (7, n))))
+            confidence = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.5, (7, n))))
             while more and step < plan.passes:
                 step += 1
-                more = policy.go_on(step, told[step - 1])
+                more = policy.go_on(step, confidence[step - 1])
             lengths = policy.choose()
-            luck = (rng.random((7, n)) < told) & (np.arange(7)[:, None] < lengths)
-            accepted = np.cumprod(luck, axis=0).sum(axis=0)
+            draws = (rng.random((7, n)) < confidence) & (
+                np.arange(7)[:, None] < lengths
+            )
+            accepted = np.cumprod(draws, axis=0).sum(axis=0)
             outcome = Outcome(batch.slots, lengths, accepted, accepted + 1, now + 5.0)
             policy.observe(outcome)
             chance = policy.verify_chance
             if chance is not None:
-                wholes.append(turn)
+                wholes.append(number)
                 assert (lengths == np.minimum(batch.caps, step)).all()
                 assert set(chance.tolist()) <= {1.0, 1.0 / 64}
-        assert wholes and all(turn % 64 == 0 for turn in wholes)
+        assert wholes and all(number % 64 == 0 for number in wholes)
 
 
 def test_without_a_share_nothing_is_explored():
     n, model = 16, "gpt-oss-120b"
     policy = adaspec(n, model, probe_share=0.0)
-    found = world(n, model, HARD).run(policy, 600)
-    assert not any(found.steps[300:])
+    run = world(n, model, HARD).run(policy, 600)
+    assert not any(run.steps[300:])
     assert policy.stats()["exploration_steps"] == 0 and policy.verify_chance is None
 
 
@@ -398,11 +402,11 @@ def test_a_check_lasts_as_many_steps_as_were_paid_for():
 def test_forecasts_that_are_not_used_are_not_kept():
     n = 4
     policy = adaspec(n, "gpt-oss-120b", FixedTimes(published("gpt-oss-120b")))
-    where, kept = world(n, "gpt-oss-120b", EASY), []
-    for turn in range(40):
-        where.run(policy, 64, limit=0.02 * 1.02**turn)
-        kept.append(len(policy._forecaster._known) + len(policy._forecaster._before))
-    assert max(kept[20:]) <= max(kept[:20]) + 16
+    where, sizes = world(n, "gpt-oss-120b", EASY), []
+    for number in range(40):
+        where.run(policy, 64, limit=0.02 * 1.02**number)
+        sizes.append(len(policy._forecaster._known) + len(policy._forecaster._before))
+    assert max(sizes[20:]) <= max(sizes[:20]) + 16
 
 
 def test_a_draft_that_became_good_is_drafted_deep_again_without_deep_drafts():
@@ -411,10 +415,10 @@ def test_a_draft_that_became_good_is_drafted_deep_again_without_deep_drafts():
     policy._learn()
     belief = policy.acceptance
     for mean, seconds in ((-4.0, 100.0), (4.0, 100.0)):
-        for turn in range(20):
+        for number in range(20):
             logits = np.full((7, 64), np.nan)
             logits[:1] = mean
-            belief.drafted(logits, seconds + turn)
+            belief.drafted(logits, seconds + number)
     policy._refresh()
     plan = policy.plan(batch_of([7] * 4), 200.0)
     assert plan.foreseen > 3

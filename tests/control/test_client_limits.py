@@ -8,7 +8,7 @@ import pytest
 from tests.control.toys import Acceptance, FixedTimes, World, published
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 
-ROUNDS = 200
+STEPS = 200
 
 
 class OneClient(World):
@@ -40,7 +40,7 @@ def throughput(name, n, factor, by_operator=False):
     seconds = None if factor is None else factor * plain
     world = OneClient(n, time, seconds, by_operator)
     policy = AdaSpecPolicy(ControlSettings(max_requests=n), FixedTimes(time))
-    return world.run(policy, ROUNDS).throughput, policy.stats()
+    return world.run(policy, STEPS).throughput, policy.stats()
 
 
 @pytest.mark.parametrize(

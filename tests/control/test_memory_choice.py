@@ -80,19 +80,21 @@ def test_proposals_are_trimmed_by_what_they_cost():
     assert made.plan(batch(memory), 1.0).reason == "memory"
     lengths = made.choose()
     assert (lengths < K).all()
-    kept = policy("gpt-oss-120b", verify=False)
-    kept.acceptance.accepted = lambda *_: np.zeros(N)
-    kept.plan(batch(memory), 1.0)
-    assert kept.choose().tolist() == [K] * N
+    chooser = policy("gpt-oss-120b", verify=False)
+    chooser.acceptance.accepted = lambda *_: np.zeros(N)
+    chooser.plan(batch(memory), 1.0)
+    assert chooser.choose().tolist() == [K] * N
 
 
 def test_steps_of_the_memory_are_counted():
     made = policy()
-    for turn in range(50):
-        made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * turn)
+    for number in range(50):
+        made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * number)
         lengths = made.choose()
         none = np.zeros(N, np.int64)
-        made.observe(Outcome(np.arange(N), none, none, lengths + 1, 0.1 * turn + 0.09))
+        made.observe(
+            Outcome(np.arange(N), none, none, lengths + 1, 0.1 * number + 0.09)
+        )
     stats = made.stats()
     assert stats["steps_without_drafts"] == {"memory": 50}
     assert stats["verified_tokens"] == stats["accepted_tokens"] == 0

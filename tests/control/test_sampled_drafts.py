@@ -63,8 +63,8 @@ def verdict(
         if rng.random() * q[j, x] < P[x]:
             out.append(x)
             continue
-        rest = np.maximum(P - q[j], 0.0)
-        return [*out, int(rng.choice(4, p=rest / rest.sum()))]
+        residual = np.maximum(P - q[j], 0.0)
+        return [*out, int(rng.choice(4, p=residual / residual.sum()))]
     return [*out, int(rng.choice(4, p=P))]
 
 

@@ -178,8 +178,8 @@ def test_a_curve_wrong_at_its_beginning_is_bent():
     """Plain steps are measured 20% below the prior, drafted ones as it says."""
     knots, seconds = (1, 4, 16, 64), (0.010, 0.012, 0.014, 0.020)
     clock = Clock(StepTimes(table_model(knots, seconds, 0.001, 0.0)))
-    for turn in range(300):
-        rows, target = (4, 0.8 * 0.012) if turn % 16 == 0 else (16, 0.014)
+    for number in range(300):
+        rows, target = (4, 0.8 * 0.012) if number % 16 == 0 else (16, 0.014)
         clock.take(StepSample(4, 0, rows - 4, 0, 0, 0, target))
     curve = clock.times.target_curve(4, 0, 12)
     assert curve[0] == pytest.approx(0.0096, abs=0.25 * (0.0120 - 0.0096))

@@ -36,7 +36,7 @@ def test_a_round_is_the_quadratic_of_the_docstring():
         b = n * (ALPHA_D * (length - 0.5) + GAMMA_D + GAMMA_T) + DELTA_D
         c = n * (ALPHA_T * length + GAMMA_T) + DELTA_T + GAMMA_D * (rows - n)
         expected = a * k**2 + b * k + c
-        found = model.step_seconds(
+        actual = model.step_seconds(
             requests=n,
             context=n * length,
             verified=n * k,
@@ -44,7 +44,7 @@ def test_a_round_is_the_quadratic_of_the_docstring():
             steps=k,
             first_rows=rows,
         )
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_curves_agree_with_single_rounds():

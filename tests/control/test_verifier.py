@@ -63,9 +63,9 @@ def test_equals_brute_force(stairs, ties, limited, barred):
         choice = select(survival, n, seconds, limit, bar)
         assert (choice.lengths <= (survival >= 0).sum(axis=0)).all()
         assert choice.total == 0 or choice.seconds <= limit
-        found = value_of(choice, survival, n, seconds, bar)
+        value = value_of(choice, survival, n, seconds, bar)
         best = brute_force(survival, n, seconds, limit, bar)
-        assert found == pytest.approx(best, rel=1e-6)
+        assert value == pytest.approx(best, rel=1e-6)
 
 
 def test_ties_keep_prefixes_and_the_exact_number():

@@ -41,14 +41,16 @@ def of_vllm() -> set[str] | None:
     if spec is None or spec.origin is None:
         return None
     v1 = Path(spec.origin).parent / "v1"
-    found = set()
+    result = set()
     for node in _nodes(v1 / "metrics/loggers.py"):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             endings = _ENDINGS.get(node.func.attr, ())
-            names = [word.value for word in node.keywords if word.arg == "name"]
-            found |= {name + end for name in _texts(names) for end in endings}
+            names = [
+                keyword.value for keyword in node.keywords if keyword.arg == "name"
+            ]
+            result |= {name + end for name in _texts(names) for end in endings}
     # All of these are counters, with names from a table.
-    return found | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
+    return result | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
 
 
 def missing(expr: str) -> set[str]:
@@ -64,8 +66,8 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 def _texts(nodes: Iterable[ast.AST]) -> set[str]:
     """Names of metrics among constants."""
-    found = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
-    return {text for text in found if re.fullmatch(r"vllm:\w+", text)}
+    texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return {text for text in texts if re.fullmatch(r"vllm:\w+", text)}
 
 
 def _totals(names: Iterable[str]) -> set[str]:

@@ -82,17 +82,17 @@ class Prometheus:
     def series(self, expr: str, newest: bool = False) -> list[dict[str, str]]:
         """Labels of series with a finite number, now or since the beginning."""
         if newest:
-            found = self.get("query", query=expr)["result"]
-            samples = [(one["metric"], [one["value"]]) for one in found]
+            series = self.get("query", query=expr)["result"]
+            samples = [(one["metric"], [one["value"]]) for one in series]
         else:
-            found = self.get(
+            series = self.get(
                 "query_range",
                 query=expr,
                 start=f"{self._began:.3f}",
                 end=f"{time.time():.3f}",
                 step=str(self._step_s),
             )["result"]
-            samples = [(one["metric"], one["values"]) for one in found]
+            samples = [(one["metric"], one["values"]) for one in series]
         return [
             labels
             for labels, values in samples
@@ -111,8 +111,8 @@ class Prometheus:
     def firing(self) -> set[str]:
         """Names of the alerts that fire now."""
         alerts = self.get("alerts")["alerts"]
-        found = [one for one in alerts if one["state"] == "firing"]
-        return {one["labels"]["alertname"] for one in found}
+        firing = [one for one in alerts if one["state"] == "firing"]
+        return {one["labels"]["alertname"] for one in firing}
 
 
 @contextmanager

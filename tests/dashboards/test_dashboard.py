@@ -66,9 +66,9 @@ def test_a_board_is_one_of_vllms(name):
     assert len(set(ids)) == len(ids)
     assert len(set(titles)) == len(titles)
     assert all(panel["description"].endswith(".") for panel in PANELS[name])
-    found = list(datasources(BOARD[name]))
-    assert len(found) > len(PANELS[name])
-    assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in found)
+    sources = list(datasources(BOARD[name]))
+    assert len(sources) > len(PANELS[name])
+    assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in sources)
 
 
 @on_each_board
@@ -124,13 +124,13 @@ def test_expression_reads_known_metrics_and_obeys_the_selection(name, expr):
 def test_every_subject_is_shown():
     shown = set().union(*(metrics_in(expr) for _, expr in EXPRESSIONS))
     # Parts of what is shown otherwise: vLLM counts the same tokens for every policy.
-    told_otherwise = {
+    excluded = {
         "vllm_tide:draft_passes_total",
         "vllm_tide:verified_tokens_total",
         "vllm_tide:accepted_tokens_total",
         "vllm_tide:swap_seconds_bucket",
     }
-    assert (known.of_serving() | known.of_training()) - shown == told_otherwise
+    assert (known.of_serving() | known.of_training()) - shown == excluded
 
 
 @needs_promtool
@@ -142,5 +142,7 @@ def test_promtool_parses_every_expression(tmp_path):
         }
         for place, (_, expr) in enumerate(EXPRESSIONS)
     ]
-    said = promtool(tmp_path, "check", {"groups": [{"name": "panels", "rules": rules}]})
-    assert f"{len(EXPRESSIONS)} rules found" in said
+    output = promtool(
+        tmp_path, "check", {"groups": [{"name": "panels", "rules": rules}]}
+    )
+    assert f"{len(EXPRESSIONS)} rules found" in output

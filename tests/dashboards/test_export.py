@@ -12,8 +12,8 @@ from vllm_tide.cli.main import main
 from vllm_tide.dashboards import ALERTS, BOARDS, contents
 
 
-def export(folder, *words: str) -> int:
-    return main(["dashboards", "export", str(folder), *words])
+def export(folder, *argv: str) -> int:
+    return main(["dashboards", "export", str(folder), *argv])
 
 
 def rules(document) -> list[dict]:
@@ -65,8 +65,8 @@ def test_configmap_holds_the_boards_as_grafanas_sidecar_wants_them(tmp_path):
 @pytest.mark.parametrize("base", ["", "https://wiki.example.com/tide"])
 def test_prometheusrule_holds_the_rules(tmp_path, base):
     """Its runbooks are the operator's; it links to no file that is not exported."""
-    words = ["--runbooks", base] if base else []
-    assert export(tmp_path, "--format", "prometheusrule", *words) == 0
+    argv = ["--runbooks", base] if base else []
+    assert export(tmp_path, "--format", "prometheusrule", *argv) == 0
     (file,) = tmp_path.iterdir()
     made = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert made["apiVersion"] == "monitoring.coreos.com/v1"
@@ -84,8 +84,8 @@ def test_prometheusrule_holds_the_rules(tmp_path, base):
 def test_promtool_accepts_the_spec_of_a_prometheusrule(tmp_path):
     assert export(tmp_path, "--format", "prometheusrule") == 0
     made = yaml.safe_load((tmp_path / "prometheusrule.yaml").read_text("utf-8"))
-    said = promtool(tmp_path, "check", made["spec"])
-    assert f"{len(rules(made['spec']))} rules found" in said
+    output = promtool(tmp_path, "check", made["spec"])
+    assert f"{len(rules(made['spec']))} rules found" in output
 
 
 def test_export_does_not_overwrite_unless_told_to(tmp_path, capsys):

@@ -163,7 +163,7 @@ async def lost_word(scene):
         served = memory.word(*latest)
         path = order(scene.run_dir, AGAIN, 0)
         await scene.until("a publication", lambda _: not path.exists())
-        memory.set_word(*latest, served)
+        memory.write_atomic(*latest, served)
     finally:
         engine.send_signal(signal.SIGCONT)
     yield
@@ -210,15 +210,15 @@ class Watch:
         problems: Sentences on alerts that did not fire or stop, and wrong answers.
     """
 
-    def __init__(self, found) -> None:
-        self._found = found
+    def __init__(self, server) -> None:
+        self._server = server
         self._firing, self._began = set(), {}
         self.problems = []
 
     async def watch(self):
         """Keep the list of alerts that fire, and since when."""
         while True:
-            names = await asyncio.to_thread(self._found.firing)
+            names = await asyncio.to_thread(self._server.firing)
             self._began |= dict.fromkeys(names - self._firing, time.monotonic())
             self._firing = names
             await asyncio.sleep(0.3)
@@ -264,8 +264,8 @@ async def problems_of(places, known):
         env=plugin(work),
     ) as scene:
         urls = [scene.server.url, f"http://127.0.0.1:{port}"]
-        with prometheus(urls, work, rules=scaled(FILE.read_text("utf-8"))) as found:
-            watch = Watch(found)
+        with prometheus(urls, work, rules=scaled(FILE.read_text("utf-8"))) as server:
+            watch = Watch(server)
             watching = asyncio.create_task(watch.watch())
             await asyncio.sleep(WATCHED_S)
             tasks = []

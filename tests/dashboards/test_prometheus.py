@@ -60,8 +60,8 @@ def check_all(server: Prometheus, minutes: float) -> None:
     # Windows as Grafana chooses them.
     ranges = {"__rate_interval": "4s", "__range": f"{max(1, round(minutes))}m"}
     for name, expr, newest in panel_queries():
-        found = server.series(filled(expr, **ranges), newest)
-        assert found or metrics_in(expr) & NEED_A_FAULT, (name, expr)
+        samples = server.series(filled(expr, **ranges), newest)
+        assert samples or metrics_in(expr) & NEED_A_FAULT, (name, expr)
     for board in boards():
         for item in board["annotations"]["list"]:  # empty without an event
             server.series(filled(item["expr"]))

@@ -62,9 +62,9 @@ def test_another_function_is_refused_with_what_to_do(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(inflate_model, "pad_mlp", wrong)
     assert run_script(monkeypatch, source, tmp_path / "out") == 1
-    said = capsys.readouterr()
-    assert "NOT EQUAL" in said.out
-    assert "run again with ATEN_CPU_CAPABILITY=avx2" in said.err.splitlines()[-1]
+    captured = capsys.readouterr()
+    assert "NOT EQUAL" in captured.out
+    assert "run again with ATEN_CPU_CAPABILITY=avx2" in captured.err.splitlines()[-1]
 
 
 def test_another_most_likely_token_is_rounding_only_where_two_are_close():

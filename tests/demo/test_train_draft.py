@@ -17,9 +17,11 @@ def test_prompts_come_in_an_order_of_their_own_and_only_those_named(tmp_path):
     rows = [{"id": f"{name}-{i}", "prompt": str(i)} for name in "ab" for i in range(20)]
     with gzip.open(file, "wt") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)
-    found = read_prompts([file], ("a-",), 1)
-    assert sorted(r["prompt"] for r in found) == sorted(str(i) for i in range(20))
-    assert found == read_prompts([file], ("a-",), 1) != read_prompts([file], ("a-",), 2)
+    prompts = read_prompts([file], ("a-",), 1)
+    assert sorted(r["prompt"] for r in prompts) == sorted(str(i) for i in range(20))
+    assert (
+        prompts == read_prompts([file], ("a-",), 1) != read_prompts([file], ("a-",), 2)
+    )
     every = read_prompts([file], (), 1)
     assert len(every) == 40
     some = tmp_path / "some.jsonl.gz"
@@ -45,9 +47,9 @@ def test_a_pass_has_every_document_once_and_none_that_is_held_out(tmp_path):
     every = [documents_of(rng, 120) for _ in files]
     for file, documents in zip(files, every, strict=True):
         torch.save(documents, file)
-    held = {d.key for documents in every for d in split(documents)[1]}
-    kept = {d.key for documents in every for d in documents} - held
-    assert held
+    holdout = {d.key for documents in every for d in split(documents)[1]}
+    train = {d.key for documents in every for d in documents} - holdout
+    assert holdout
     passes = [[], []]
     for number, batch in batches(files, 100, 0):
         if number == 2:
@@ -55,4 +57,4 @@ def test_a_pass_has_every_document_once_and_none_that_is_held_out(tmp_path):
         assert sum(d.num_tokens for d in batch) <= 100 and number % 0.5 == 0
         passes[int(number)] += [d.key for d in batch]
     first, second = passes
-    assert sorted(first) == sorted(second) == sorted(kept) and first != second
+    assert sorted(first) == sorted(second) == sorted(train) and first != second

@@ -28,5 +28,5 @@ def ask(isa: str, code: str = ASK) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.vllm
 def test_vllm_and_torch_take_their_kernels_for_avx2():
-    said = ask("avx2").stdout.splitlines()[-1]
-    assert said == "AVX2 False False True False False"
+    capability = ask("avx2").stdout.splitlines()[-1]
+    assert capability == "AVX2 False False True False False"

@@ -51,8 +51,8 @@ class Serving(Engine):
             self.streams.append(Stream(key, key))
             assert write_record(self.ring, self.streams[-1].prefill())
 
-    def go(self, rounds: int = 1, **more) -> None:
-        for _ in range(rounds):
+    def go(self, num_steps: int = 1, **more) -> None:
+        for _ in range(num_steps):
             for stream in self.streams:
                 made = replace(stream.verify(**more), draft_version=self.version)
                 assert write_record(self.ring, made)
@@ -131,8 +131,8 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
         torch.testing.assert_close(made[name], tensor, rtol=2e-2, atol=2e-3)
     assert any(not torch.allclose(whole[n], t, 2e-2, 2e-3) for n, t in judged.items())
     # It was better before it was sent, on rows it had not learnt from.
-    (told,) = events(engine, "adapted")
-    assert told["gain"] > 0 and told["base"] == 0
+    (event,) = events(engine, "adapted")
+    assert event["gain"] > 0 and event["base"] == 0
     figures = fast.figures
     assert figures["state"] == "serving" and figures["gain"] > 0
     assert figures["requests"] == 3
@@ -204,10 +204,10 @@ def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
 
     def worse(draft=None, *args, **more):
         """A toy accepts hardly anything that it could lose: a token less for each."""
-        found = evaluate(draft, *args, **more)
-        for row in found.requests.values() if draft is fast else ():
+        evaluation = evaluate(draft, *args, **more)
+        for row in evaluation.requests.values() if draft is fast else ():
             row[1:] = [accepted - row[0] for accepted in row[1:]]
-        return found
+        return evaluation
 
     monkeypatch.setattr(sidecar.trainer, "evaluate", worse)
     for _ in range(20):
@@ -215,8 +215,8 @@ def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
         engine.install()
         if events(engine, "given_back"):
             break
-    (told,) = events(engine, "given_back")
-    assert told["reason"] == "no better than its base" and told["gain"] <= 0
+    (event,) = events(engine, "given_back")
+    assert event["reason"] == "no better than its base" and event["gain"] <= 0
     assert is_base(sidecar, engine.sent())
     assert sidecar.fast.figures["state"] == "learning"
 
@@ -260,8 +260,8 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
         patched.setattr(feed, "publish", full)
         for _ in range(3):
             assert sidecar._tick()
-    said = [r for r in caplog.records if "base of the fast draft" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r for r in caplog.records if "base of the fast draft" in r.getMessage()]
+    assert len(messages) == 1
     assert sidecar._tick()
     version = engine.weights.latest_version()
     assert is_base(sidecar, engine.sent()) and version == engine.version + 1
@@ -278,11 +278,11 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
 def test_it_is_given_up_without_memory(engine, monkeypatch):
     sidecar = served(engine)
 
-    def no_room(*_args):
+    def out_of_memory(*_args):
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FastStep, "run", no_room)
+        patched.setattr(FastStep, "run", out_of_memory)
         for _ in range(10_000):
             engine.go()
             assert sidecar._tick()
@@ -395,11 +395,11 @@ def test_requests_take_turns_and_rows_count_once(engine):
 
     def spy(key, since, context):
         calls.append(key)
-        found = window(key, since, context)
-        for sample in found:
+        rows = window(key, since, context)
+        for sample in rows:
             at = sample.start + sample.valid.nonzero()[:, 0]
             taught.extend((key, position) for position in at.tolist())
-        return found
+        return rows
 
     sidecar.trainer.assembler.window = spy
     while len(calls) < 27:

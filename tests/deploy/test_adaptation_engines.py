@@ -20,14 +20,14 @@ class Trainer:
     """A fast draft of three requests that run, and what was said of it."""
 
     def __init__(self, feeds, published: int = 0) -> None:
-        self.trainer, self.said = toy_trainer(0), []
+        self.trainer, self.messages = toy_trainer(0), []
         self.deployment = SimpleNamespace(published=published)
         self.fast = FastDraft(
             parse_tide({"test_time": ADAPT}),
             self.trainer,
             feeds,
             self.deployment,
-            lambda event, **_: self.said.append(event),
+            lambda event, **_: self.messages.append(event),
         )
         self.streams = [Stream(key, key) for key in range(3)]
         self.trainer.add_records([s.prefill() for s in self.streams], 0.0)
@@ -57,8 +57,8 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
     a.installed = 1  # b has not come to it, and c refuses it
     c.refused = 1
     trainer = Trainer(feeds, published=1)
-    trainer.until(lambda: trainer.said)
-    assert trainer.said == ["adapted"]
+    trainer.until(lambda: trainer.messages)
+    assert trainer.messages == ["adapted"]
     assert [len(feed.sent) for feed in (a, b, c)] == [2, 1, 1]
     install(a)
     b.installed = 1  # now it has come to it
@@ -66,7 +66,7 @@ def test_only_engines_that_hold_the_base_have_a_part_in_it():
     assert [len(feed.sent) for feed in (a, b, c)] == [3, 2, 1]
     b.installed, b.refused = 1, b.latest_version
     trainer.fast.tick(math.inf, paused=False)
-    assert trainer.said == ["adapted", "given_back"] and trainer.fast.draft is None
+    assert trainer.messages == ["adapted", "given_back"] and trainer.fast.draft is None
     assert [len(feed.sent) for feed in (a, b, c)] == [4, 3, 1]
 
 
@@ -83,7 +83,7 @@ def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
     trainer.fast.drop("purged")
     for _ in range(5):
         trainer.fast.tick(math.inf, paused=True)
-    assert trainer.said == ["adapted", "given_back"]
+    assert trainer.messages == ["adapted", "given_back"]
     assert len(a.sent) == 3 and len(b.sent) == 1
 
 

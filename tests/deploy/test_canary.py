@@ -127,9 +127,9 @@ def test_a_draft_that_control_cuts_short_is_seen_to_be_slower():
     # three tokens in steps of cost 1.5; then two, in steps of cost 1.2, of which every
     # second token is accepted as before: what is gained per draft is the same
     before = [_served(3.0, 1.5) for _ in range(60)]
-    found = compare(Window(before), [_served(2.0, 1.2) for _ in range(60)], cap=32)
-    assert found.change == pytest.approx(2.0 / 1.2 / 2.0 - 1)
-    assert (found.before, found.after) == pytest.approx((2.0, 2.0 / 1.2))
+    comparison = compare(Window(before), [_served(2.0, 1.2) for _ in range(60)], cap=32)
+    assert comparison.change == pytest.approx(2.0 / 1.2 / 2.0 - 1)
+    assert (comparison.before, comparison.after) == pytest.approx((2.0, 2.0 / 1.2))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_draft_that_control_cuts_short_is_seen_to_be_slower():
 )
 def test_requests_are_compared_with_their_like(one, other):
     before = Window([_served(2.0, 1.0, **one), _served(3.0, 1.0, **other)] * 30)
-    found = compare(before, [_served(2.0, 1.0, **one)] * 30, cap=32)
-    assert found.change == pytest.approx(0.0, abs=0.03)
+    comparison = compare(before, [_served(2.0, 1.0, **one)] * 30, cap=32)
+    assert comparison.change == pytest.approx(0.0, abs=0.03)
 
 
 @pytest.mark.parametrize("unlike", [{"cell": (0, 7, 0)}, {"group": 2}])
@@ -260,10 +260,10 @@ def superseded(level, seed, each):
 
 @FEW_OR_MANY
 def test_harm_is_found_over_a_chain_of_drafts_that_superseded_each_other(seeds):
-    found = [superseded(0.45, seed, 2) for seed in range(seeds)]
-    back = sum(v is not None and v.decision == "rollback" for v, _ in found)
+    detected = [superseded(0.45, seed, 2) for seed in range(seeds)]
+    back = sum(v is not None and v.decision == "rollback" for v, _ in detected)
     assert back >= 0.95 * seeds
-    assert all(v.version == version for v, version in found if v is not None)
+    assert all(v.version == version for v, version in detected if v is not None)
 
 
 def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():

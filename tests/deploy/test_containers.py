@@ -35,15 +35,15 @@ def tide_of(file: str) -> TideConfig:
     return parse_tide(read_json_object(str(DEPLOY / file))["tide"])
 
 
-def parsed(module: Any, words: list[str], *name: str) -> argparse.Namespace:
+def parsed(module: Any, argv: list[str], *name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser, *name)
-    return parser.parse_args(words[1:])
+    return parser.parse_args(argv[1:])
 
 
-def assert_trainer_probe(words: list[str], patience: float) -> None:
-    assert words[0] == "vllm-tide"
-    args = parsed(commands, words[1:], "status")
+def assert_trainer_probe(argv: list[str], patience: float) -> None:
+    assert argv[0] == "vllm-tide"
+    args = parsed(commands, argv[1:], "status")
     assert args.probe and args.timeout < patience
 
 
@@ -60,7 +60,7 @@ class Step:
     text: str
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The words of an exec form, after CMD."""
         return json.loads(self.text.removeprefix("CMD "))
 
@@ -71,11 +71,11 @@ def read_steps(dockerfile: Path) -> list[Step]:
     text = "\n".join(line for line in lines if line and not line.startswith("#"))
     steps, stage = [], ""
     for line in re.sub(r"\s*\\\n", " ", text).splitlines():
-        name, rest = line.split(maxsplit=1)
-        flags = re.match(r"(--[a-z-]+=\S+\s+)*", rest)[0]
-        rest = rest.removeprefix(flags)
-        stage = rest.split()[-1] if name == "FROM" else stage
-        steps.append(Step(stage, name, tuple(flags.split()), rest))
+        name, value = line.split(maxsplit=1)
+        flags = re.match(r"(--[a-z-]+=\S+\s+)*", value)[0]
+        value = value.removeprefix(flags)
+        stage = value.split()[-1] if name == "FROM" else stage
+        steps.append(Step(stage, name, tuple(flags.split()), value))
     return steps
 
 
@@ -139,7 +139,7 @@ def test_one_layer_installs_the_wheel_and_applies_and_checks_the_patches(
 
 def test_health_checks_are_programs() -> None:
     (check,) = steps_of("serve", "HEALTHCHECK")
-    python, flag, code = check.words
+    python, flag, code = check.argv
     assert (python, flag) == ("python3", "-c")
     ast.parse(code)
     assert "'/health'" in code and "os.environ.get('PORT', 8000)" in code
@@ -147,7 +147,7 @@ def test_health_checks_are_programs() -> None:
     (check,) = steps_of("train", "HEALTHCHECK")
     patience = next(f for f in check.flags if f.startswith("--timeout="))
     assert_trainer_probe(
-        check.words, float(patience.removeprefix("--timeout=").rstrip("s"))
+        check.argv, float(patience.removeprefix("--timeout=").rstrip("s"))
     )
 
 
@@ -339,8 +339,8 @@ def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
     (rule,) = rule["requiredDuringSchedulingIgnoredDuringExecution"]
     assert rule["labelSelector"]["matchLabels"] == {"app": "tide-serve"}
     url = tide_of("kubernetes/tide-spool.json").spool.url
-    words = named(made["tide-train"], "train")["args"]
-    assert parsed(train, ["train", *words]).spool == url
+    argv = named(made["tide-train"], "train")["args"]
+    assert parsed(train, ["train", *argv]).spool == url
     for name in TARGETS:
         # A folder below the mount: the relay refuses one that others may enter.
         volume = volume_of(made[f"tide-{name}"], name, Path(str(url)).parent)

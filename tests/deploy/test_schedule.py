@@ -108,6 +108,6 @@ def test_snapshot_is_json_at_any_time():
     json.dumps(machine.snapshot(), allow_nan=False)
     for _ in range(40):
         machine.observe(shared(0.5))
-    found = json.loads(json.dumps(machine.snapshot(), allow_nan=False))
-    assert found["mode"] == "tide"
-    assert found["short"] == pytest.approx(0.5)
+    snapshot = json.loads(json.dumps(machine.snapshot(), allow_nan=False))
+    assert snapshot["mode"] == "tide"
+    assert snapshot["short"] == pytest.approx(0.5)

@@ -147,8 +147,11 @@ def test_open_requests_are_listed_in_the_order_in_which_they_began():
         served.add(record(0, 10, key=key), "e", 0.0)
     for key in (7, 8):
         served.add(record(10, 4, 2, key=key), "e", 1.0)
-    found = sorted(served.open_requests(), key=lambda r: r.began)
-    assert [(r.key, r.began, r.ended) for r in found] == [(8, 1, False), (7, 2, False)]
+    requests = sorted(served.open_requests(), key=lambda r: r.began)
+    assert [(r.key, r.began, r.ended) for r in requests] == [
+        (8, 1, False),
+        (7, 2, False),
+    ]
     (ended,) = served.add(end_record(8), "e", 2.0)
     assert ended.began == 1 and ended.ended
     assert [r.key for r in served.open_requests()] == [7]

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 WHEEL, INSTALL = ROOT / "scripts" / "wheel.sh", ROOT / "scripts" / "install.sh"
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", *map(str, words)], capture_output=True, text=True, timeout=60
+        ["bash", *map(str, argv)], capture_output=True, text=True, timeout=60
     )
 
 
@@ -40,5 +40,5 @@ def test_a_wheel_of_other_sources_is_refused(
     monkeypatch.setenv("PYTHON", str(python))
     done = run(INSTALL, "--venv", tmp_path / "venv", "--wheel", wheel)
     assert done.returncode == 1
-    said = "was not built of the sources in" if changed else "cannot make a virtual"
-    assert said in done.stderr
+    message = "was not built of the sources in" if changed else "cannot make a virtual"
+    assert message in done.stderr

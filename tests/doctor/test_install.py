@@ -41,7 +41,7 @@ def test_versions_are_compared_with_what_vllm_requires(monkeypatch, tmp_path):
     findings = versions()
     assert findings["Python"].status is Status.OK
     assert findings["numpy"].status is Status.FAILED
-    assert "vLLM asks for ==0.1" in findings["numpy"].sentence
+    assert "vLLM requires ==0.1" in findings["numpy"].sentence
     version = install.metadata.version("safetensors")
     assert findings["safetensors"].status is Status.OK
     assert findings["safetensors"].sentence == f"{version}."
@@ -75,7 +75,7 @@ def test_a_missing_package_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "sentence"),
     [
         ("cuda: Optional[str] = None\nhip: Optional[str] = None", "CPU"),
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "CUDA 13.0"),
@@ -85,7 +85,7 @@ def test_a_missing_package_fails(monkeypatch):
     ],
 )
 def test_torch_s_build_is_read_without_importing_it(
-    tmp_path, monkeypatch, lines, words
+    tmp_path, monkeypatch, lines, sentence
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(install.util, "find_spec", lambda name: spec)
@@ -94,7 +94,9 @@ def test_torch_s_build_is_read_without_importing_it(
         text = text.replace("'2.13.0'\n(", "(")  # a damaged file
         (tmp_path / "version.py").write_text(text)
     build = install.torch_build()
-    assert (build and (build.version, str(build))) == (words and ("2.13.0", words))
+    assert (build and (build.version, str(build))) == (
+        sentence and ("2.13.0", sentence)
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_each_missing_patch_is_named(world):
     (world.package / "b.py").write_bytes(pristine.read_bytes())
     finding = patch_state(world.site, world.patches)
     assert finding.status is Status.FAILED
-    assert "Not in place: edit-number-1." in finding.sentence
+    assert "Not applied: edit-number-1." in finding.sentence
     world.apply()
     with (world.package / "a.py").open("a") as file:
         file.write("another edit\n")

@@ -131,7 +131,7 @@ def spool(url):
 def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path):
     folder = tmp_path / "spool"
     url = f"file://{folder}"
-    assert "is made by the relay" in spool(url)[1]
+    assert "will be created by the relay" in spool(url)[1]
     assert not folder.exists()
     folder.mkdir(mode=0o700)
     (folder / "engine").mkdir()

@@ -90,13 +90,13 @@ def _one_row(
     angle = position * torch.tensor(config.rope.inverse_frequencies(dim)).double()
     cos, sin = (f(angle).float().repeat(2) for f in (torch.cos, torch.sin))
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         half = torch.cat([-x[:, dim // 2 :], x[:, : dim // 2]], dim=-1)
         return x * cos + half * sin
 
-    cache.keys.append(turn(k))
+    cache.keys.append(rotate(k))
     cache.values.append(val)
-    mixed = cache.attend(turn(q)).flatten()
+    mixed = cache.attend(rotate(q)).flatten()
     a = residual + F.linear(mixed, w[f"{attn}.o_proj.weight"])
     post = _rms(a, w[f"{LAYER}.post_attention_layernorm.weight"], eps)
     gate = F.silu(F.linear(post, w[f"{mlp}.gate_proj.weight"]))

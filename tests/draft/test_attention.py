@@ -108,8 +108,8 @@ def every(*diagonals: int) -> pytest.MarkDecorator:
     """Two cases, and all others at night: layout, active rows, diagonals."""
     fast = [(TRUNK, [3, 4, 6, 9, 12], 0), (BRANCHES, SOME, diagonals[-1])]
     more = [(*case, j) for case in CASES for j in diagonals]
-    rest = [pytest.param(*case, marks=nightly) for case in more if case not in fast]
-    return pytest.mark.parametrize("layout, active, diagonals", fast + rest)
+    slow = [pytest.param(*case, marks=nightly) for case in more if case not in fast]
+    return pytest.mark.parametrize("layout, active, diagonals", fast + slow)
 
 
 @every(0, 1, 3)

@@ -83,9 +83,9 @@ def folder(tmp_path):
 def refused(folder) -> str:
     with pytest.raises(DraftError) as error:
         load_draft(folder, TOY.rows)
-    said = str(error.value)
-    assert len(said) < 400 and "\n" not in said, said[:400]
-    return said
+    message = str(error.value)
+    assert len(message) < 400 and "\n" not in message, message[:400]
+    return message
 
 
 @pytest.mark.parametrize("change", ODD, ids=lambda change: str(change)[:40])

@@ -30,12 +30,12 @@ def make_draft(**changes: object) -> Eagle3Draft:
     """A random draft whose norms are not trivial."""
     torch.manual_seed(3)
     shape = config(**changes)
-    kept = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
+    target_ids = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
     draft = Eagle3Draft.initialise(
         shape,
         torch.randn(VOCAB, HIDDEN),
         torch.randn(VOCAB, HIDDEN) * 0.3,
-        VocabMap.from_target_ids(kept, VOCAB),
+        VocabMap.from_target_ids(target_ids, VOCAB),
     )
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -80,9 +80,9 @@ def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
     draft = make_draft(**switches)
     samples = [make_sample(9, 3, 0, 1), make_sample(12, 10, 30, 2)]
     weights = draft.compute_weights(torch.float32)
-    found = ttt_logits(draft, samples)
-    assert (1, 2, 0) in found  # row P - 1, the first draft after prefill
-    for (key, row, step), logits in found.items():
+    per_step = ttt_logits(draft, samples)
+    assert (1, 2, 0) in per_step  # row P - 1, the first draft after prefill
+    for (key, row, step), logits in per_step.items():
         sample = samples[key - 1]
         expected = rollout_logits(
             draft,

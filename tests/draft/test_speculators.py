@@ -32,8 +32,8 @@ SHAPES = [
 
 def make(**changes: object) -> Eagle3Draft:
     shape = config(**changes)
-    kept = VocabMap.from_target_ids(torch.arange(shape.draft_vocab_size), VOCAB)
-    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, kept)
+    vocab_map = VocabMap.from_target_ids(torch.arange(shape.draft_vocab_size), VOCAB)
+    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, vocab_map)
 
 
 def files(folder: Path) -> set[str]:
@@ -74,8 +74,8 @@ def test_vllm_reads_the_same_shape_from_either_form(changes):
     base = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
     shape = config(**changes)
     raw = speculators_config(shape, TARGET, "bfloat16")
-    said = base.SpeculatorsConfig.extract_vllm_speculative_config(raw)
-    assert said == {"method": "eagle3", "num_speculative_tokens": 5}
+    extracted = base.SpeculatorsConfig.extract_vllm_speculative_config(raw)
+    assert extracted == {"method": "eagle3", "num_speculative_tokens": 5}
     read = base.SpeculatorsConfig.extract_transformers_pre_trained_config(raw)
     assert read["architectures"] == ["Eagle3LlamaForCausalLM"]
     flat = shape.to_json()
@@ -147,12 +147,12 @@ def test_export_is_whole_or_absent(tmp_path):
     with pytest.raises(DraftError, match="--target"):
         write_export(tmp_path / "other", nameless, "speculators")
     whole = exported()
-    for name, words in (
+    for name, message in (
         ("fc.weight", r"missing fc\.weight"),
         ("d2t", "d2t is missing"),
     ):
         short = {key: t for key, t in whole.tensors.items() if key != name}
-        with pytest.raises(DraftError, match=words):
+        with pytest.raises(DraftError, match=message):
             write_export(tmp_path / "other", replace(whole, tensors=short), "hf")
     assert files(tmp_path) == {"out"}
     # The mapping that a publication leaves out is made again.

@@ -312,7 +312,7 @@ def _joined(events: list[Any]) -> tuple[str, str]:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_in_the_middle_of_an_answer(servers, mode):
     """`keep` and `wait` change no token; `abort` ends the answer as it does without."""
-    found = []
+    outputs = []
     for server in servers.both:
         before = metrics(server.url)["vllm:generation_tokens_total"]
         with ThreadPoolExecutor(1) as pool:
@@ -323,9 +323,9 @@ def test_a_pause_in_the_middle_of_an_answer(servers, mode):
                 time.sleep(0.01)
             paused = post(server, None, f"/pause?mode={mode}").status
             resumed = post(server, None, "/resume").status
-            found.append((paused, resumed, answer.result()))
-    (*said, got), (*other, want) = found
-    assert said == other == [200, 200]
+            outputs.append((paused, resumed, answer.result()))
+    (*statuses, got), (*other, want) = outputs
+    assert statuses == other == [200, 200]
     assert got.status == want.status
     if mode != "abort":
         assert got.answer == want.answer and len(got.answer["token_ids"]) == 600

@@ -72,14 +72,14 @@ def metrics(url: str) -> dict[str, float]:
     """Every sample of the server's own /metrics, labels dropped but `reason`."""
     with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
         text = reply.read().decode()
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for line in text.splitlines():
         match = re.match(r"([a-z_:A-Z0-9]+)(\{.*\})? ([-+.e0-9]+)$", line)
         if match:
             reason = re.search(r'reason="([a-z_]+)"', match[2] or "")
             name = match[1] + (f"/{reason[1]}" if reason else "")
-            found[name] = found.get(name, 0.0) + float(match[3])
-    return found
+            values[name] = values.get(name, 0.0) + float(match[3])
+    return values
 
 
 def until(
@@ -160,24 +160,24 @@ def right(server: VllmServer) -> list[list[int]]:
 
 def trainers(server: VllmServer) -> list[psutil.Process]:
     (manifest,) = read_manifests(run_dir_of(server))
-    found = []
+    children = []
     for child in psutil.Process(manifest.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: a zombie
-            found += [child] if "train" in " ".join(child.cmdline()) else []
-    return found
+            children += [child] if "train" in " ".join(child.cmdline()) else []
+    return children
 
 
 def what_the_trainer_does(server: VllmServer) -> str:
     """For the report of a failure: its times, cores and stacks, and its log's end."""
-    said = []
+    lines = []
     for process in trainers(server):
         figures = process.cpu_times(), process.cpu_affinity(), process.nice()
-        said.append(f"{process}: {figures}")
+        lines.append(f"{process}: {figures}")
         process.send_signal(signal.SIGUSR1)
     time.sleep(2)  # the stacks are written meanwhile; only after a failure
     for log in run_dir_of(server).glob("trainer-*.log"):
-        said.append(log.read_text(errors="replace")[-6000:])
-    return "\n".join(said)
+        lines.append(log.read_text(errors="replace")[-6000:])
+    return "\n".join(lines)
 
 
 @pytest.mark.timeout(1800)
@@ -272,8 +272,8 @@ def test_orders_reach_the_trainer(server, right, capsys):
     acme = {"vllm_xargs": {"tide_tenant": "acme"}}
     assert complete(server.url, PROMPTS[3], **acme) == right[3]
     deadline = time.monotonic() + 120  # until the trainer has read it
-    while "removed nothing" in (said := order("purge", "--tenant", "acme")):
-        assert time.monotonic() < deadline, said
+    while "removed nothing" in (output := order("purge", "--tenant", "acme")):
+        assert time.monotonic() < deadline, output
         complete(server.url, PROMPTS[3], **acme)
     assert "removed nothing" not in order("purge", "--all")
 

@@ -72,8 +72,8 @@ def behind_the_best(target: Path, prompt: list[int], text: list[int]) -> float:
     """How far tokens of a text are below the best logit, as a share of the largest."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
-    said = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
-    return float((logits.amax(1) - said).max() / logits.abs().max())
+    chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+    return float((logits.amax(1) - chosen).max() / logits.abs().max())
 
 
 @pytest.mark.timeout(900)
@@ -100,8 +100,8 @@ def test_a_fast_draft_is_served_while_requests_run_and_the_base_after(server, tm
             enough.set()
     # Each was open when it was installed, and is the target's (near ties apart).
     for i, each in enumerate(clients):
-        found = behind_the_best(server.options.model, PROMPTS[i], each.result())
-        assert found < 1e-4
+        gaps = behind_the_best(server.options.model, PROMPTS[i], each.result())
+        assert gaps < 1e-4
 
     (log,) = run_dir.glob("events-*.jsonl")
     until(server, "the end", lambda _: ENDED in log.read_text())

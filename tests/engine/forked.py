@@ -62,16 +62,16 @@ class Forked:
             "mask": os.umask(os.umask(0o22)),
         }
         orders, self.stdin = _pipe("w")
-        said, self.stdout = _pipe("r")
+        output, self.stdout = _pipe("r")
         state, self._state = _pipe("r")
         link = _link(interpreted)
         with tempfile.TemporaryFile() as file:  # longer than a datagram may be
             file.write(json.dumps(order).encode())
             file.flush()
-            given = [file.fileno(), orders, said, self.errors.fileno(), state]
+            given = [file.fileno(), orders, output, self.errors.fileno(), state]
             socket.send_fds(link, [b"."], given)
             self._pid = int(self._state.readline())
-        for fd in (orders, said, state):
+        for fd in (orders, output, state):
             os.close(fd)
         self._pidfd = os.pidfd_open(self._pid)
         self.returncode: int | None = None
@@ -105,11 +105,11 @@ def run_forked(
     """Run a script to its end, as `subprocess.run` that captures text."""
     process = Forked(argv, interpreted)
     process.stdin.close()
-    said = process.stdout.read()
+    output = process.stdout.read()
     code = process.wait()
     process.errors.seek(0)
     errors = process.errors.read().decode(errors="replace")
-    return subprocess.CompletedProcess(argv, code, said, errors)
+    return subprocess.CompletedProcess(argv, code, output, errors)
 
 
 def _pipe(mode: str) -> tuple[int, Any]:
@@ -135,8 +135,8 @@ def serve(link: socket.socket) -> None:
     """Fork for each order; returns in the fork, ready to run, and when all is over."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        told, given, _, _ = socket.recv_fds(link, 16, 5)
-        if not told:
+        message, given, _, _ = socket.recv_fds(link, 16, 5)
+        if not message:
             sys.exit()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

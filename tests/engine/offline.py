@@ -182,10 +182,10 @@ class Server:
             outputs = self.llm.generate(
                 prompts, params, use_tqdm=False, priority=work.get("priority")
             )
-            said = ""
+            error_text = ""
         except VLLMClientError as error:
-            outputs, said = [], str(error)
-        report: dict[str, Any] = {"error": said}
+            outputs, error_text = [], str(error)
+        report: dict[str, Any] = {"error": error_text}
         report["tokens"] = [list(out.outputs[0].token_ids) for out in outputs]
         if work.get("answers"):
             report["answers"] = [answer(out) for out in outputs]

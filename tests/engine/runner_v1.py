@@ -107,7 +107,7 @@ class Engine:
         committed = [row[row >= 0].tolist() for row in sampled]
         self.ended_step = step = landed_step(self.runner, output, committed, 0)
         control.fill(step)
-        self.cost, self.told = step.cost, dict(step.explored)
+        self.cost, self.explored_slots = step.cost, dict(step.explored)
         control.end()
         # As the scheduler does: a request without an entry has no drafts.
         made = control.choose(reqs, [[1] * steps for _ in reqs])

@@ -23,7 +23,7 @@ class Scripted:
     def __init__(self, script: list[list[int]], seed: int = 0) -> None:
         self.script = script
         self.random = np.random.default_rng(seed)
-        self.round = -1
+        self.step = -1
         self.size = 0
         self.limit = [0, 0]
         self.drafted = 0
@@ -35,10 +35,10 @@ class Scripted:
         """The script's next line."""
         from vllm_tide.control.batch import Plan
 
-        self.round += 1
+        self.step += 1
         self.size = len(batch.slots)
         self.memory = batch.memory
-        self.limit = self.script[self.round % len(self.script)]
+        self.limit = self.script[self.step % len(self.script)]
         self.drafted = 0
         return Plan(self.limit[0], "script")
 
@@ -82,7 +82,7 @@ class Scripted:
     def stats(self):
         """The numbers that an adapter reads for its report."""
         return {
-            "steps": self.round,
+            "steps": self.step,
             "draft_passes": 0,
             "steps_by_depth": [],
             "steps_without_drafts": {},

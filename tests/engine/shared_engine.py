@@ -121,8 +121,8 @@ class Served:
 
     def records(self) -> list[Record]:
         """Those that wait, end records left out."""
-        found = [] if self.reader is None else drain(self.reader)
-        return [record for record in found if record.num_rows]
+        records = [] if self.reader is None else drain(self.reader)
+        return [record for record in records if record.num_rows]
 
     def __call__(self, prompts: list[list[int]], **work: Any) -> dict[str, Any]:
         """Serve prompts: the report, with `records` of the work.
@@ -144,9 +144,9 @@ class Served:
     def publish(self, tensors: dict[str, torch.Tensor], **meta: Any) -> str:
         """Publish and serve until it is installed or refused: why it was refused."""
         version = self.writer.latest_version + 1
-        told = on_wire(tensors)
+        received = on_wire(tensors)
         self.writer.publish(
-            told, version=version, parent_version=version - 1, meta=meta
+            received, version=version, parent_version=version - 1, meta=meta
         )
         until = time.monotonic() + 120
         while True:

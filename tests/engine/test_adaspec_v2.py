@@ -56,12 +56,12 @@ class Engine:
         self.depths: list[int] = []
         self.verified = 0
 
-    def run(self, rounds: int, mean: float) -> None:
+    def run(self, num_steps: int, mean: float) -> None:
         """So many rounds with drafts that are right with this mean chance."""
-        for _ in range(rounds):
-            self._round(mean)
+        for _ in range(num_steps):
+            self._step(mean)
 
-    def _round(self, mean: float) -> None:
+    def _step(self, mean: float) -> None:
         control, n = self.control, REQUESTS
         depth = control.depth
         drafts = np.array([len(row) for row in self.drafted])
@@ -108,17 +108,17 @@ def _prefix(right: np.ndarray) -> int:
 
 
 def test_the_first_pass_is_part_of_the_plain_step():
-    apart, kept = FLAT, FirstPassAlways(StepTimes(FLAT))
+    apart, always = FLAT, FirstPassAlways(StepTimes(FLAT))
     first = apart.draft_curve(3, 60, 3, 1)[1]
     np.testing.assert_allclose(
-        kept.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
+        always.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
     )
-    beside = kept.draft_curve(3, 60, 9, 4)
+    beside = always.draft_curve(3, 60, 9, 4)
     assert beside[0] == beside[1] == 0.0
     np.testing.assert_allclose(
         np.diff(beside[1:]), np.diff(apart.draft_curve(3, 60, 9, 4))[1:]
     )
-    assert kept.draft_curve(3, 60, 9, 0).tolist() == [0.0]
+    assert always.draft_curve(3, 60, 9, 0).tolist() == [0.0]
 
 
 def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():

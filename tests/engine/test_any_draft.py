@@ -100,9 +100,9 @@ def test_a_draft_that_grows_by_publications_leaves_the_answers(
     """Four tensors times 15 again and again: attention would overflow at last."""
     tensors = dict(own_draft)
     named = [name for name in tensors if name.split(".")[-2] in ATTACK]
-    said = []
+    drafted = []
     for _ in range(3):
         tensors |= {name: 15.0 * tensors[name] for name in named}
-        said.append(served.publish(tensors))
-    assert said == ["", "norm", "norm"]
+        drafted.append(served.publish(tensors))
+    assert drafted == ["", "norm", "norm"]
     check(served, greedy, plain(96, 1.0), 1.0)

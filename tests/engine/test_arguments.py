@@ -66,8 +66,8 @@ def test_a_run_directory_that_cannot_be_written_ends_the_start(target, tmp_path)
     (tmp_path / "file").write_text("")
     run_dir = str(tmp_path / "file" / "run")
     config = {"model": "x/y", "num_speculative_tokens": 3, "tide": {"run_dir": run_dir}}
-    said = refusal(config, target)
-    assert said.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
+    text = refusal(config, target)
+    assert text.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
 
 
 CASES = [
@@ -113,10 +113,10 @@ def test_a_draft_that_does_not_fit_is_refused(
 ):
     draft = toys.make_draft(tmp_path / "draft", target_dir, **change)
     config = {"method": "eagle3", "model": str(draft), "tide": {}}
-    said = refusal(config, target)
-    assert said.startswith("model: ")
-    assert sentence in said
-    assert len(said) < 600 and "\n" not in said
+    message = refusal(config, target)
+    assert message.startswith("model: ")
+    assert sentence in message
+    assert len(message) < 600 and "\n" not in message
 
 
 def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_path):
@@ -129,7 +129,7 @@ def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"draft_sample_method": "probabilistic"},
@@ -141,17 +141,17 @@ def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_
     ],
 )
 def test_drafts_that_a_memory_cannot_stand_beside_are_refused(
-    change, said, target, target_dir, tmp_path
+    change, message, target, target_dir, tmp_path
 ):
     from vllm_tide.engine.arguments import check_speculative_config
 
     draft = toys.make_draft(tmp_path / "draft", target_dir)
     section = {"test_time": {"memory": "ngram"}, "control": {"policy": "static"}}
     config = {"method": "eagle3", "model": str(draft), "tide": section, **change}
-    if said is None:
+    if message is None:
         check_speculative_config(config, target)
     else:
-        assert refusal(config, target).startswith(said)
+        assert refusal(config, target).startswith(message)
 
 
 def test_missing_and_unreadable_drafts(target, tmp_path):
@@ -165,7 +165,7 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"method": "ngram"},
@@ -179,8 +179,8 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
         ({"draft_lm_head_quantization": "fp8"}, "draft_lm_head_quantization: "),
     ],
 )
-def test_options_that_tide_cannot_serve_are_refused(change, said, target):
-    assert refusal({"model": "x", "tide": {}, **change}, target).startswith(said)
+def test_options_that_tide_cannot_serve_are_refused(change, message, target):
+    assert refusal({"model": "x", "tide": {}, **change}, target).startswith(message)
 
 
 def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -190,15 +190,15 @@ def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
-def parsed(monkeypatch, *words: str) -> Any:
+def parsed(monkeypatch, *argv: str) -> Any:
     """What `vllm serve` makes of a command line."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    monkeypatch.setattr(sys, "argv", ["vllm", *words])
+    monkeypatch.setattr(sys, "argv", ["vllm", *argv])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return parser.parse_args(list(words)).speculative_config
+    return parser.parse_args(list(argv)).speculative_config
 
 
 @pytest.mark.parametrize("option", ["--speculative-config", "-sc"])
@@ -239,10 +239,10 @@ def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
     file.write_text('{"method": "ngram", "tide": {"captur": {}}}')
     with pytest.raises(SystemExit) as ended:
         parsed(monkeypatch, "--speculative-config", str(file))
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
     for key in ("method: tide trains", "tide.captur: unknown"):
-        assert key in said
+        assert key in stderr
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--speculative-config", str(tmp_path / "nope.json"))
     assert "/nope.json' cannot be read (No such file" in capsys.readouterr().err
@@ -256,9 +256,9 @@ def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
     with pytest.raises(ValidationError) as refused:
         SpeculativeConfig(num_speculative_tokens=-3)
     sys.excepthook(ValidationError, refused.value, None)
-    said = capsys.readouterr().err
-    assert said.startswith("error: --speculative-config: num_speculative_tokens: Input")
-    assert said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: --speculative-config: num_speculative_tokens: Input")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -185,8 +185,8 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
         check_engine_config(config)
     speculative.tide = {"control": {"min_gain": 0.1}}
     check_engine_config(config)
-    (said,) = heard
-    assert "--data-parallel-size" in said.getMessage()
+    (warning,) = heard
+    assert "--data-parallel-size" in warning.getMessage()
     control = parse_tide(speculative.tide).control
     assert (control.policy, control.min_gain) == ("static", 0.1)
 
@@ -244,13 +244,13 @@ class Chosen:
         return False
 
 
-EAGER = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
+NO_FULL_GRAPHS = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
 
 
 @pytest.mark.parametrize(
     ("part", "value", "why"),
     [
-        ("compilation_config", EAGER, "requires full CUDA graphs"),
+        ("compilation_config", NO_FULL_GRAPHS, "requires full CUDA graphs"),
         ("aux_output_config", Config(enabled=True), "enable-return-routed-experts"),
         (
             "attention_config",
@@ -265,8 +265,8 @@ def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
     engine = resolved({"model": draft, "tide": {}}, target, **{part: value})
     assert engine.speculative_config.enable_adaptive_verification is False
     assert parse_tide(engine.speculative_config.tide).control.policy == "adaspec"
-    (said,) = heard
-    assert said.levelname == "WARNING" and why in said.getMessage()
+    (warning,) = heard
+    assert warning.levelname == "WARNING" and why in warning.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
     # In the dictionary: so scheduler, workers and trainer read the same.
     tide = parse_tide(config["tide"])
     assert tide.control.policy == "static" and tide.train.autostart
-    (said,) = heard
-    assert next(iter(extra)) in said.getMessage()
+    (warning,) = heard
+    assert next(iter(extra)) in warning.getMessage()
     check_speculative_config(config, target)
     assert len(heard) == 1
 

@@ -186,9 +186,9 @@ def test_a_tenant_that_is_no_name_is_not_captured(step):
 def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
     full = step()
     records = full.run(cost=1.5, explored={"b": 0.125, "x": 0.5})
-    told = {(r.phase, r.cost, r.verify_chance) for r in records if not r.finished}
-    assert {cost for _, cost, _ in told} == {1.5}
-    assert {chance for _, _, chance in told} == {1.0, 0.125}
+    recorded = {(r.phase, r.cost, r.verify_chance) for r in records if not r.finished}
+    assert {cost for _, cost, _ in recorded} == {1.5}
+    assert {chance for _, _, chance in recorded} == {1.0, 0.125}
 
 
 def test_a_record_says_that_its_drafts_were_the_memory_s(step):
@@ -196,8 +196,8 @@ def test_a_record_says_that_its_drafts_were_the_memory_s(step):
         one = step()
         one.reader.set_collect(Collect.METADATA if light else Collect.FULL)
         records = one.run(aux=not light, memory=np.array([False, True]))
-        told = [r.memory for r in records if not r.finished]
-        assert told == [False, True] * (len(told) // 2) and told
+        from_memory = [r.memory for r in records if not r.finished]
+        assert from_memory == [False, True] * (len(from_memory) // 2) and from_memory
 
 
 def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):

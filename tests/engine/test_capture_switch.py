@@ -75,24 +75,24 @@ def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
     assert "but paused: `vllm-tide resume`; 2 engines follow" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wanted", ["off", "on"])
-def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, wanted):
+@pytest.mark.parametrize("state", ["off", "on"])
+def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, state):
     """Another run directory than the server's: capture there would go on."""
     absent = tmp_path / "a" / "b"
-    said = (
-        f"capture is {wanted} in %s; 0 engines follow: is it the server's --run-dir?\n"
+    message = (
+        f"capture is {state} in %s; 0 engines follow: is it the server's --run-dir?\n"
     )
-    assert main(["capture", wanted, "--run-dir", str(absent)]) == 1
+    assert main(["capture", state, "--run-dir", str(absent)]) == 1
     none = f"error: no run directory {absent}: nothing set; give --run-dir\n"
-    expected = ("", none) if wanted == "off" else (said % absent, "")
+    expected = ("", none) if state == "off" else (message % absent, "")
     assert capsys.readouterr() == expected
     assert list(tmp_path.iterdir()) == []
     # One that starts there follows it.
     dead = make_manifest(pid=2**22 + 1)
     write_manifest(tmp_path, dead)
-    assert main(["capture", wanted, "--run-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr() == (said % tmp_path, "")
-    assert (tmp_path / "capture_off.json").exists() == (wanted == "off")
+    assert main(["capture", state, "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr() == (message % tmp_path, "")
+    assert (tmp_path / "capture_off.json").exists() == (state == "off")
 
 
 @pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
@@ -125,8 +125,8 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
         relay.tick()
         relay._writer.flush()
 
-    told = ReaderState("i", unix=1.0, collect=False, paused=True)
-    engine.folder(store).write_reader("trainer", told)
+    state = ReaderState("i", unix=1.0, collect=False, paused=True)
+    engine.folder(store).write_reader("trainer", state)
     tick()
     step.capture.on_logits(step.logits)
     for _ in range(2):

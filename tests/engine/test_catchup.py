@@ -32,15 +32,15 @@ class Reference:
 
     def of(self, slot):
         """Numbers of the last positions that follow each other, the first of them."""
-        found = [
+        missed = [
             (p, n) for _, rows in self.steps for (s, p), n in rows.items() if s == slot
         ]
-        kept = []
-        for position, number in reversed(found):
-            if kept and kept[-1][0] != position + 1:
+        stored = []
+        for position, number in reversed(missed):
+            if stored and stored[-1][0] != position + 1:
                 break
-            kept.append((position, number))
-        return kept[::-1], len(found)
+            stored.append((position, number))
+        return stored[::-1], len(missed)
 
 
 @pytest.mark.parametrize("hidden", [2, MIB // (4 * LAYERS * 40)])
@@ -65,28 +65,28 @@ def test_what_is_kept_is_what_was_missed(hidden):
         padded = int(rows.sum()) + int(rng.integers(3))
         base = number + torch.arange(padded, dtype=torch.float32)[:, None]
         layers = [(base + 0.25 * i).repeat(1, hidden) for i in range(LAYERS)]
-        kept = {
+        stored = {
             (slot, position[slot] + j): number + first[i] + j
             for i, slot in enumerate(slots)
             for j in range(count[i])
         }
         step = slots, first, count, position[slots]
         backlog.keep(layers, *step, int(rows.sum()))
-        reference.keep(kept, padded)
+        reference.keep(stored, padded)
         position[slots] += count
         number += padded
         for slot in range(SLOTS):
-            wanted, missing = reference.of(slot)
+            expected, missing = reference.of(slot)
             assert backlog.missing[slot] == missing
-            start, found = backlog._span(slot)
-            assert len(found) == len(wanted)
-            if not len(found):
+            start, span = backlog._span(slot)
+            assert len(span) == len(expected)
+            if not len(span):
                 continue
             compared += 1
-            assert start == wanted[0][0]
-            features = backlog._features(found).view(len(found), LAYERS, hidden)
-            said = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
-            assert (said == torch.tensor([n for _, n in wanted])[:, None, None]).all()
+            assert start == expected[0][0]
+            features = backlog._features(span).view(len(span), LAYERS, hidden)
+            seen = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
+            assert (seen == torch.tensor([n for _, n in expected])[:, None, None]).all()
         if rng.random() < 0.2:  # the draft catches some of them up
             caught = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
             backlog.seen(caught)
@@ -126,5 +126,5 @@ def test_a_part_of_a_buffer_is_copied():
     backlog.keep([buffer[:3], own, own], one, one - 1, 3 * one, one - 1, 3)
     assert backlog._steps[0].features[1] is own
     buffer.zero_()
-    _, found = backlog._span(1)
-    assert backlog._features(found).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3
+    _, rows = backlog._span(1)
+    assert backlog._features(rows).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3

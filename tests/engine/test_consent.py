@@ -28,7 +28,7 @@ YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "ma
 
 
 @pytest.mark.parametrize(
-    ("consent", "said", "refusal"),
+    ("consent", "xargs", "refusal"),
     [
         ("opt_out", {}, None),
         ("opt_out", YES, None),
@@ -44,14 +44,14 @@ YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "ma
         ("off", NO, "consent_off"),
     ],
 )
-def test_consent(consent: Consent, said: dict[str, Any], refusal: str | None) -> None:
+def test_consent(consent: Consent, xargs: dict[str, Any], refusal: str | None) -> None:
     policy = CapturePolicy(1.0, consent=consent)
-    assert policy.admit(said, supported=True).refusal == refusal
+    assert policy.admit(xargs, supported=True).refusal == refusal
 
 
-@pytest.mark.parametrize("said", [{}, YES])
-def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> None:
-    ticket = CapturePolicy(1.0).admit(said, supported=True, salted=True)
+@pytest.mark.parametrize("xargs", [{}, YES])
+def test_a_salted_request_is_kept_out_whatever_it_says(xargs: dict[str, Any]) -> None:
+    ticket = CapturePolicy(1.0).admit(xargs, supported=True, salted=True)
     assert ticket.refusal == "salted"
     ticket = CapturePolicy(1.0).admit(NO, supported=True, salted=True)
     assert ticket.refusal == "opted_out"
@@ -100,8 +100,8 @@ def new(*req_ids: str) -> list[Any]:
 
 
 def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
-    held = salted(a=None, b="pepper", c="", d="salt")
-    tide = SchedulerTide(3, held, TideConfig())
+    new_requests = salted(a=None, b="pepper", c="", d="salt")
+    tide = SchedulerTide(3, new_requests, TideConfig())
     assert tide.control(new("a", "b", "c", "gone")) == {"salted": ["b"]}
     assert tide.control(new("a")) is None
     tide.observe({"staged": 2})
@@ -195,14 +195,14 @@ def test_nothing_is_written_before_a_step_is_launched(
 def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    found = set()
+    prefixes = set()
     folder = Path(spec.origin).parent
     files = [folder / "v1/worker/gpu/warmup.py", *folder.glob("**/warmup/*.py")]
     for file in files:
         text = file.read_text()
-        found |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
-        found |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
-    assert found == set(DUMMY_REQUEST_PREFIXES)
+        prefixes |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
+        prefixes |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
+    assert prefixes == set(DUMMY_REQUEST_PREFIXES)
 
 
 @pytest.mark.parametrize(

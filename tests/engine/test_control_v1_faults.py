@@ -106,9 +106,9 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
     control.policy.choose = lambda: np.array([1, 2])
     control.policy.verify_chance = np.array([1.0, 0.125])
     engine.step(sure=0.999)
-    assert engine.told == {}
+    assert engine.explored_slots == {}
     engine.step(sure=0.999)
-    assert engine.told == {"r1": 0.125}, "the drafts that this step verified"
+    assert engine.explored_slots == {"r1": 0.125}, "the drafts that this step verified"
 
 
 def base(model, context):

@@ -110,11 +110,11 @@ def test_drafts_of_steps_ago_decide_only_where_the_next_step_is_decided(trims):
     plan, go_on = control.policy.plan, control.policy.go_on
     control.policy.plan = lambda *args: replace(plan(*args), foreseen=2)
     shown = []
-    control.policy.go_on = lambda step, said: shown.append(step) or go_on(step, said)
-    for confidence, wanted, looked in ((UNSURE, 3, 3), (SURE, 4, 4)):
+    control.policy.go_on = lambda step, conf: shown.append(step) or go_on(step, conf)
+    for confidence, depth, observed in ((UNSURE, 3, 3), (SURE, 4, 4)):
         control.learn(landed(confidence, 4))
-        assert control.depth == (wanted if trims else 2)
-        assert shown == list(range(1, (looked if trims else 4) + 1))
+        assert control.depth == (depth if trims else 2)
+        assert shown == list(range(1, (observed if trims else 4) + 1))
         shown.clear()
     assert control.faults == {}
 
@@ -254,11 +254,11 @@ def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
 
 
 def test_what_a_grammar_rejects_unseen_is_no_verdict():
-    for trims, grammar, told in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
+    for trims, grammar, accepted in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
         control = begun(trims, grammar)
         control.learn(landed(SURE, 4))
         stats = control.policy.stats()
-        assert (stats["verified_tokens"], stats["accepted_tokens"]) == (told, 1)
+        assert (stats["verified_tokens"], stats["accepted_tokens"]) == (accepted, 1)
         assert control.stats()["drafted_tokens"] == 8  # it is drafted for as ever
 
 
@@ -275,8 +275,8 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
     policy.plan = lambda *args: (calls.append("plan"), plan(*args))[1]
     policy.observe = lambda outcome: (calls.append("observe"), observe(outcome))[1]
     control.admit(scheduled(*names, new=names))
-    turns, ones = 12, np.ones(requests, np.int64)
-    for turn in range(turns):
+    num_steps, ones = 12, np.ones(requests, np.int64)
+    for number in range(num_steps):
         step = landed(
             [],
             K,
@@ -284,7 +284,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
             bounds=np.arange(requests + 1) * (K + 1),
             drafts=K * ones,
             padding=0 * ones,
-            start=20 * ones + turn,
+            start=20 * ones + number,
             emitted=3 * ones,
             sampled=np.tile(ones, (K + 1, 1)).T,
             drafted=ones,
@@ -294,15 +294,15 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
         control.learn(step)
         calls.append("step")
     assert not control.faults
-    assert calls.count("plan") == calls.count("observe") == turns // every
+    assert calls.count("plan") == calls.count("observe") == num_steps // every
     if every > 1:
         # What was planned after one step is observed when the next has landed.
         after = calls.index("plan")
         assert calls[after : after + 3] == ["plan", "step", "observe"]
-    assert control.stats()["steps"] == turns
-    assert control.stats()["drafted_tokens"] == turns * requests * K
-    assert control.stats()["verified_tokens"] == turns * requests * K
-    assert control.stats()["accepted_tokens"] == turns * requests * 2
+    assert control.stats()["steps"] == num_steps
+    assert control.stats()["drafted_tokens"] == num_steps * requests * K
+    assert control.stats()["verified_tokens"] == num_steps * requests * K
+    assert control.stats()["accepted_tokens"] == num_steps * requests * 2
 
 
 def with_memory(trims: bool = True) -> ControlV2:
@@ -369,9 +369,9 @@ def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():
 
     assert step(1, [])["prefix_verified"] == {}
     assert step(2, [(1, ["r1"])])["prefix_verified"] == {"none": 3}
-    found = step(4, [(2, []), (3, ["r0"])])
-    assert found["prefix_verified"] == {"none": 6}, "more than before"
-    assert sum(found["step_accepted"]["0-1k"].values()) == 2
+    report = step(4, [(2, []), (3, ["r0"])])
+    assert report["prefix_verified"] == {"none": 6}, "more than before"
+    assert sum(report["step_accepted"]["0-1k"].values()) == 2
     # On a CPU a step has landed when it is observed.
     assert step(5, [(4, ["r0", "r1"]), (5, ["r1"])])["prefix_verified"] == {"none": 3}
     assert step(6, [(6, [])])["prefix_verified"] == {"none": 6}

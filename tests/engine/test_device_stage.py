@@ -53,16 +53,16 @@ class Runtime:
     """`torch.cuda.cudart()`."""
 
     def __init__(self, error=0):
-        self.error, self.held = error, {}
+        self.error, self.registered = error, {}
 
     def cudaHostRegister(self, address, size, flags):  # noqa: N802
         assert flags == 1
         if not self.error:
-            self.held[address] = size
+            self.registered[address] = size
         return self.error
 
     def cudaHostUnregister(self, address):  # noqa: N802
-        del self.held[address]
+        del self.registered[address]
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ def gpu(monkeypatch):
     )
     monkeypatch.setattr(Event, "happened", True)
 
-    def make_stage(device, places, layout, room):
+    def make_stage(device, places, layout, capacity):
         assert layout.dtype == torch.bfloat16
-        return DeviceStage(places, layout, device, room)
+        return DeviceStage(places, layout, device, capacity)
 
     monkeypatch.setattr(capture, "make_stage", make_stage)
     return runtime
@@ -167,12 +167,12 @@ def engine(gpu, monkeypatch):
     yield make
     for each in made:
         each.close()
-    assert not gpu.held
+    assert not gpu.registered
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
-    found = []
+    per_stage = []
     for make_stage in (capture.make_stage, staging.make_stage):
         monkeypatch.setattr(capture, "make_stage", make_stage)
         each = engine(teacher)
@@ -181,10 +181,13 @@ def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
             assert each.records() == []
             each.capture.write(step)
             step.staged.release()
-            found.append([identity(record) for record in each.records()])
+            per_stage.append([identity(record) for record in each.records()])
         assert not each.ring.drops
         assert each.capture.rows == 3 * (9 + 4 + 1)
-    assert found[:3] == found[3:] and [len(records) for records in found] == [3] * 6
+    assert (
+        per_stage[:3] == per_stage[3:]
+        and [len(records) for records in per_stage] == [3] * 6
+    )
 
 
 def test_only_rows_that_are_wanted_are_staged(engine):
@@ -239,8 +242,8 @@ def test_records_say_with_which_chance_their_drafts_were_verified(engine):
     step.verify_chance, step.explored, step.cost = 0.0, {"b": 0.25}, 2.0
     each.capture._tickets["c"].capped = True
     each.capture.write(step)
-    told = [(record.verify_chance, record.cost) for record in each.records()]
-    assert told == [(0.0, 2.0), (0.25, 2.0), (0.0, 0.0)]
+    recorded = [(record.verify_chance, record.cost) for record in each.records()]
+    assert recorded == [(0.0, 2.0), (0.25, 2.0), (0.0, 0.0)]
 
 
 def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):
@@ -248,6 +251,6 @@ def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):
     step = each.stage(cut=True)
     step.bounds, step.drafts = np.array([0, 9, 11, 13, 24]), np.array([0, 1, 1, 0])
     each.capture.write(step)
-    found = each.records()
-    assert [len(record.token_ids) for record in found] == [9, 2, 1]
-    np.testing.assert_array_equal(found[1].features, step.staged.features[9:11])
+    records = each.records()
+    assert [len(record.token_ids) for record in records] == [9, 2, 1]
+    np.testing.assert_array_equal(records[1].features, step.staged.features[9:11])

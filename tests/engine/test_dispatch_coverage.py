@@ -18,9 +18,9 @@ def sizes(most: int, requests: int) -> list[int]:
     limit = min(requests * rows * 2, LIMIT)
 
     def counts(largest: int) -> list[int]:
-        found = [n for n in (1, 2, 4) if n <= largest]
-        found += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
-        return sorted({*found, largest})
+        sizes = [n for n in (1, 2, 4) if n <= largest]
+        sizes += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
+        return sorted({*sizes, largest})
 
     uniform = {n * rows for n in counts(min(requests, limit)) if n * rows <= limit}
     return sorted({*counts(limit), *uniform})
@@ -68,12 +68,12 @@ def modes(made: Any, length: int) -> list[str]:
     """How each batch of up to 128 requests that all verify `length` tokens runs."""
     rows, limit = length + 1, made.compilation_config.max_cudagraph_capture_size
     batches = range(1, min(128, made.max_num_reqs, limit // rows) + 1)
-    found = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
+    modes = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
     graphs = {d for of_mode in made._capture_descs.values() for d in of_mode}
-    assert graphs.issuperset(found)
-    fit = [d.num_reqs is None or d.num_reqs <= made.max_num_reqs for d in found]
+    assert graphs.issuperset(modes)
+    fit = [d.num_reqs is None or d.num_reqs <= made.max_num_reqs for d in modes]
     assert all(fit)
-    return [desc.cg_mode.name for desc in found]
+    return [desc.cg_mode.name for desc in modes]
 
 
 @pytest.mark.parametrize("requests", [1, 3, 50, 256, 1024])
@@ -89,7 +89,7 @@ def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests
     for length in lengths:
         assert set(modes(made, length)) == {"FULL"}, length
     static = manager(most, requests, None)
-    count = {mode: len(found) for mode, found in made._capture_descs.items()}
+    count = {mode: len(descs) for mode, descs in made._capture_descs.items()}
     full, captured = CUDAGraphMode.FULL, sizes(most, requests)
     assert count.pop(full) <= len(lengths) * (len(captured) + 1)
     assert count == {mode: len(static._capture_descs[mode]) for mode in count}

@@ -89,8 +89,8 @@ def answers(logits: list[float], temperature: float, count: int = 4096) -> Count
     ],
 )
 def test_odd_rows_of_a_draft_answer_as_the_target_does(logits, temperature):
-    found = answers(logits, temperature)
-    shares = torch.tensor([found[token] / 4096 for token in range(3)])
+    tokens = answers(logits, temperature)
+    shares = torch.tensor([tokens[token] / 4096 for token in range(3)])
     assert (shares - TARGET).abs().max() < 0.03, shares
 
 
@@ -149,14 +149,14 @@ def test_the_probe_computes_what_the_draft_computes(changes, tmp_path):
     from vllm_tide.draft.probe import ROWS, probe_rows
 
     target, shape = ToyTarget(), config(**changes)
-    kept = VocabMap.from_target_ids(
+    vocab_map = VocabMap.from_target_ids(
         torch.arange(shape.draft_vocab_size), shape.vocab_size
     )
     random = torch.Generator().manual_seed(0)
     features = torch.randn(ROWS, shape.feature_size, generator=random)
     rows = torch.randn(ROWS, shape.hidden_size, generator=random)
     embed = torch.cat([torch.zeros(1, shape.hidden_size), rows])
-    draft = Eagle3Draft.initialise(shape, target.embed, target.head, kept)
+    draft = Eagle3Draft.initialise(shape, target.embed, target.head, vocab_map)
     draft.embed = embed
     (normed,) = draft.forward_ttt(
         torch.arange(ROWS + 1),

@@ -217,8 +217,8 @@ def test_sampled_answers_keep_to_their_grammar(served):
 def test_what_speculation_cannot_do_is_refused_in_one_sentence(served, params):
     """A temperature of 0 takes `min_p` away before anybody asks about it."""
     sampled = {"temperature": 1.0, **params}
-    said = served(PROMPTS[:1], params=sampled, script=VARIED)["error"]
-    assert "min_p and logit_bias" in said
+    error = served(PROMPTS[:1], params=sampled, script=VARIED)["error"]
+    assert "min_p and logit_bias" in error
     assert served(PROMPTS[:1], params={"max_tokens": 4}, script=VARIED)["tokens"]
 
 

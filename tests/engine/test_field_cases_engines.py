@@ -48,7 +48,7 @@ def test_preemption_by_priority_changes_no_answer(tmp_path):
 @pytest.fixture(scope="module")
 def chunks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """Acceptance length and drafts by place, of prompts in chunks and whole ones."""
-    prompts, found = long_prompts(16, 200), {}
+    prompts, chunk_sizes = long_prompts(16, 200), {}
     for tokens in (32, 2048):
         run_dir = tmp_path_factory.mktemp("chunks") / "run"
         engine = {"max_num_batched_tokens": tokens, "max_num_seqs": 1}
@@ -65,8 +65,8 @@ def chunks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
             for record in work["records"]
             if record.phase == Phase.VERIFY
         }
-        found[tokens] = [work["tokens"] for work in works], length, drafts
-    return found
+        chunk_sizes[tokens] = [work["tokens"] for work in works], length, drafts
+    return chunk_sizes
 
 
 def test_a_prompt_in_chunks_costs_little_acceptance(chunks):

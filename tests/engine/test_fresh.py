@@ -116,8 +116,8 @@ def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def said(rounds: list[list[int]]) -> set[int]:
-    return {token for tokens in rounds for token in tokens}
+def token_ids(steps: list[list[int]]) -> set[int]:
+    return {token for tokens in steps for token in tokens}
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
         assert old.target_ids.numel() == SIZE == manifest.draft_vocab_size
         assert "lm_head.weight" not in manifest.shared
         before = served(PROMPTS, max_tokens=16)
-        assert said(drafted(before["records"])) <= set(old.target_ids.tolist())
+        assert token_ids(drafted(before["records"])) <= set(old.target_ids.tolist())
         counts = torch.zeros(toys.VOCAB)
         counts[100:300] = torch.arange(200)
         new = VocabMap.from_target_ids(choose_vocab(counts, SIZE), toys.VOCAB)
@@ -144,7 +144,7 @@ def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
         assert served.publish(tensors) == ""
         after = served(PROMPTS, max_tokens=16)
         assert after["faults"] == {} and after["tokens"] == before["tokens"]
-        swapped = said(drafted(after["records"]))
+        swapped = token_ids(drafted(after["records"]))
         assert swapped <= set(new.target_ids.tolist())
         assert not swapped <= set(old.target_ids.tolist())
         served.close()

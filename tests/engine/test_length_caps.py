@@ -22,8 +22,8 @@ class Request(SimpleNamespace):
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_length_that_is_none_is_counted_and_ignored(bad):
-    held = {str(i): Request(cache_salt=None, num_prompt_tokens=1) for i in range(3)}
-    tide = SchedulerTide(K, idle_scheduler(held), TideConfig())
+    requests = {str(i): Request(cache_salt=None, num_prompt_tokens=1) for i in range(3)}
+    tide = SchedulerTide(K, idle_scheduler(requests), TideConfig())
     new = [
         SimpleNamespace(
             req_id=str(i),
@@ -34,9 +34,9 @@ def test_a_length_that_is_none_is_counted_and_ignored(bad):
     ]
     tide.control(new)
     tide.control(new)  # preempted, and back
-    for request in held.values():
+    for request in requests.values():
         request.spec_token_ids = [-1] * K
-    assert [len(r.spec_token_ids) for r in held.values()] == [K, 1, 0]
+    assert [len(r.spec_token_ids) for r in requests.values()] == [K, 1, 0]
     tide.observe({"staged": 0})
     assert tide.stats()["malformed_slo"] == 1
 
@@ -86,5 +86,5 @@ def test_clients_set_limits_where_the_operator_lets_them(
     operator, least, given, limit, asked
 ):
     control = {"slo_tpot_ms": operator, "client_slo_tpot_ms": least}
-    found = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
-    assert found == (limit, asked)
+    limits = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
+    assert limits == (limit, asked)

@@ -93,12 +93,12 @@ def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
     for _ in range(12):
         engine.step()
     assert engine.control.remembered == set(engine.reqs)
-    waits, kept = engine.reqs.pop(), dict(engine.drafts)
+    waits, drafts = engine.reqs.pop(), dict(engine.drafts)
     engine.step()
     assert engine.control.verified_memory == set(engine.reqs)
     assert engine.ended_step.memory.all(), "so its records say"
     engine.reqs.append(waits)
-    engine.drafts[waits] = kept[waits]
+    engine.drafts[waits] = drafts[waits]
     before = sum(int(o.verified.sum()) for o in got)
     engine.step()
     assert waits in engine.control.verified_memory
@@ -115,13 +115,13 @@ def test_while_off_rounds_rest_only_where_nothing_is_proposed():
     adaspec(engine, min_gain=1e9, probe_share=0.0)
     control = engine.control
     got = watch(engine)
-    kept, keep = [], control._backlog.keep
-    control._backlog.keep = lambda *step: (kept.append(step[3].copy()), keep(*step))
+    calls, keep = [], control._backlog.keep
+    control._backlog.keep = lambda *step: (calls.append(step[3].copy()), keep(*step))
     for _ in range(40):
         before = engine.batch.num_tokens_no_spec.copy()
         engine.step()
         emitted = engine.batch.num_tokens_no_spec - before
-        assert np.array_equal(kept[-1], emitted), "rows that are committed"
+        assert np.array_equal(calls[-1], emitted), "rows that are committed"
     assert control.faults == {}
     assert control._memory_count[0] > 20, "proposals are verified all the same"
     assert sum(int(o.verified.sum()) for o in got) == 0

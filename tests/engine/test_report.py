@@ -35,12 +35,12 @@ ODD = {
 def test_every_number_becomes_one_that_vllm_can_send():
     with pytest.raises((TypeError, OverflowError)):
         msgspec.msgpack.encode(ODD)
-    found = to_builtins(ODD)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(found), strict=False)
-    assert told["float"] == 0.5 and told["int"] == 7 and told["flag"] is True
-    assert told["array"] == [0, 1, 2] and told["tensor"] == 2.5
-    assert found["counter"] == {3: 4} and told["huge"] == 2**64 - 1
-    assert told["kind"] == 2 and told["tuple"] == [1.5, None, "x", True, math.inf]
+    plain = to_builtins(ODD)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), strict=False)
+    assert decoded["float"] == 0.5 and decoded["int"] == 7 and decoded["flag"] is True
+    assert decoded["array"] == [0, 1, 2] and decoded["tensor"] == 2.5
+    assert plain["counter"] == {3: 4} and decoded["huge"] == 2**64 - 1
+    assert decoded["kind"] == 2 and decoded["tuple"] == [1.5, None, "x", True, math.inf]
 
 
 def reporting(stats):
@@ -107,6 +107,6 @@ def test_an_engine_that_ends_meanwhile_is_not_announced_again(tmp_path, monkeypa
 @pytest.mark.parametrize(("asked", "entries"), [(64, 64), (100, 100), (1024, 100)])
 def test_a_topk_teacher_has_no_more_entries_than_the_target_has_tokens(asked, entries):
     config = parse_tide({"capture": {"teacher": "topk", "teacher_topk": asked}})
-    found = with_valid_topk(config, 100)
-    assert found.capture.teacher_topk == entries
-    assert found.capture.teacher == "topk" and found.train == config.train
+    valid = with_valid_topk(config, 100)
+    assert valid.capture.teacher_topk == entries
+    assert valid.capture.teacher == "topk" and valid.train == config.train

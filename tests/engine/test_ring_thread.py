@@ -25,14 +25,14 @@ class Threaded(Engine):
     def __init__(self, teacher="hidden", capacity=1 << 18, open_=True):
         super().__init__(teacher, capacity)
         self.capture._thread = ThreadPoolExecutor(1)
-        self.held = threading.Semaphore(1000 if open_ else 0)
+        self.write_permits = threading.Semaphore(1000 if open_ else 0)
         put = self.capture._put
 
-        def held(write):
-            assert self.held.acquire(timeout=30)
+        def put_when_permitted(write):
+            assert self.write_permits.acquire(timeout=30)
             put(write)
 
-        self.capture._put = held
+        self.capture._put = put_when_permitted
 
     def write(self, seed=0, learn=False):
         step = self.stage(seed)
@@ -49,13 +49,13 @@ class Threaded(Engine):
 
     def seeds(self):
         """Of each key, the versions of its records; 1 each for an end record."""
-        found = defaultdict(list)
+        seeds = defaultdict(list)
         for record in self.records():
-            found[record.key].append(record.draft_version)
-        return dict(found)
+            seeds[record.key].append(record.draft_version)
+        return dict(seeds)
 
     def close(self):
-        self.held.release(1000)
+        self.write_permits.release(1000)
         self.capture.close()
         super().close()
 
@@ -75,7 +75,7 @@ def engine():
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_the_records_are_those_without_a_thread(engine, teacher):
-    plain, threaded, found = Engine(teacher), engine(teacher), []
+    plain, threaded, records = Engine(teacher), engine(teacher), []
     for each in (plain, threaded):
         for seed in range(3):
             step = each.stage(seed)
@@ -85,11 +85,11 @@ def test_the_records_are_those_without_a_thread(engine, teacher):
         each.capture.forget("abc")
         if each is threaded:
             each.learn()
-        found.append([identity(record) for record in each.records()])
+        records.append([identity(record) for record in each.records()])
         assert each.capture.rows == 3 * ROWS and each.capture.budget.staged == 0
         stats = each.ring.stats()
         assert (stats.written_records, stats.written_rows) == (12, 3 * ROWS)
-    assert found[0] == found[1] and len(found[0]) == 12
+    assert records[0] == records[1] and len(records[0]) == 12
     plain.close()
 
 
@@ -104,7 +104,7 @@ def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
     each.capture.forget("c")
     assert time.monotonic() - begin < 10 and each.records() == []
     assert each.capture.rows == each.ring.stats().written_records == 0
-    each.held.release(4)
+    each.write_permits.release(4)
     each.learn()
     assert each.capture.rows == 3 * ROWS and each.capture.budget.staged == 0
     assert [record.finished for record in each.records()] == [False] * 9 + [True]
@@ -119,7 +119,7 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
         step = each.stage(seed)
         step.version = seed
         each.capture.write(step)
-    each.held.release(2)
+    each.write_permits.release(2)
     for done, _ in list(each.capture._under_way)[:2]:
         done.result(timeout=30)
     before = each.seeds()
@@ -127,16 +127,16 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert all(seeds.count(0) == whole[key] for key, seeds in before.items())
     cut = {key for key, seeds in before.items() if seeds.count(1) < whole[key]}
     assert cut and len(before) == 3
-    each.held.release(1)
+    each.write_permits.release(1)
     each.learn()
-    kept = {key: [2] * whole[key] for key in before if key not in cut}
-    assert each.seeds() == kept
+    expected = {key: [2] * whole[key] for key in before if key not in cut}
+    assert each.seeds() == expected
     tickets = {t.key: t for t in each.capture._tickets.values()}
     assert {k for k, t in tickets.items() if t.refusal == "cut_short"} == cut
     lost = each.ring.dropped_rows["full"] + each.capture.dropped["cut_short"]
     assert each.capture.rows + lost == 3 * ROWS
     # They are told from the others by their end alone.
-    each.held.release(1)
+    each.write_permits.release(1)
     each.capture.forget("abc")
     each.learn()
     assert sorted(each.seeds()) == sorted(before)
@@ -168,7 +168,7 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
 def test_what_is_under_way_is_written_before_the_end(engine):
     each = engine(open_=False)
     each.write(), each.capture.forget("ab")
-    threading.Timer(0.2, each.held.release, (2,)).start()
+    threading.Timer(0.2, each.write_permits.release, (2,)).start()
     each.capture.close()
     assert len(each.records()) == 5 and each.capture.rows == ROWS
 
@@ -181,7 +181,7 @@ def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
     each.capture.close()
     each.ring.close()
     assert time.monotonic() - begin < 10
-    each.held.release(1)
+    each.write_permits.release(1)
     each.learn()
     assert each.ring.drops == {"closed": 3} and each.capture.rows == 0
 
@@ -193,11 +193,11 @@ def test_a_pause_ends_requests_behind_what_is_under_way(engine):
     each.reader.set_collect(Collect.NOTHING)
     each.capture.write(late)
     late.staged.release()
-    each.held.release(1000)
+    each.write_permits.release(1000)
     each.learn()
-    found = each.records()
-    assert [(r.finished, r.num_rows) for r in found] == [
+    records = each.records()
+    assert [(r.finished, r.num_rows) for r in records] == [
         (False, 9), (False, 4), (False, 1), (True, 0), (True, 0), (True, 0),
     ]  # fmt: skip
     assert each.capture.dropped["paused"] == 9 + 4 + 2
-    assert replace(found[3], key=0).draft_version == each.capture.draft_version
+    assert replace(records[3], key=0).draft_version == each.capture.draft_version

@@ -73,10 +73,10 @@ def test_a_relay_gets_them_from_its_environment_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(cli_relay, "_find", lambda *_, **__: manifest)
     urls = []
     monkeypatch.setattr(cli_relay, "_connect", lambda _m, _d, url, _c: urls.append(url))
-    assert cli_relay.run(_words(tmp_path)) == 0
-    assert cli_relay.run(_words(tmp_path, spool="/else")) == 0
+    assert cli_relay.run(_all_bytes(tmp_path)) == 0
+    assert cli_relay.run(_all_bytes(tmp_path, spool="/else")) == 0
     assert urls == [URL, "/else"]
 
 
-def _words(run_dir, spool=None):
+def _all_bytes(run_dir, spool=None):
     return SimpleNamespace(run_dir=run_dir, spool=spool, engine=None, wait=False)

@@ -38,14 +38,14 @@ def test_drafting_that_goes_off_is_said_once_with_its_reason(caplog):
     log.report(drafting(460, no_gain=165, check=1), 50.0)  # too few steps
     log.report(drafting(5, slo=5), 60.0)  # control began anew
     log.report(drafting(105, slo=100), 70.0)
-    said = logged(caplog)
-    assert len(said) == 3
-    assert said[0] == (
+    messages = logged(caplog)
+    assert len(messages) == 3
+    assert messages[0] == (
         "vllm_tide: drafting is off (no_gain in 98% of 50 steps): no draft length is "
         "predicted to be faster (tide.control.min_gain)."
     )
-    assert said[1] == "vllm_tide: drafting is on again (200 steps)."
-    assert "off (slo in 95% of 105 steps): drafting is predicted to exc" in said[2]
+    assert messages[1] == "vllm_tide: drafting is on again (200 steps)."
+    assert "off (slo in 95% of 105 steps): drafting is predicted to exc" in messages[2]
 
 
 def test_what_a_request_got_wrong_is_said_once_without_its_words(caplog):
@@ -53,11 +53,11 @@ def test_what_a_request_got_wrong_is_said_once_without_its_words(caplog):
     for count in (0, 1, 5):
         dropped = {"unknown_key": count, "malformed_opt_out": count, "salted": count}
         log.report({"dropped": dropped, "malformed_slo": count}, 0.0)
-    said = logged(caplog)
-    assert len(said) == 3
-    assert "vllm_xargs: a tide_ key is not one of tide_capture, " in said[0]
-    assert "tide_capture is neither true nor false" in said[1]
-    assert "tide_slo_tpot_ms is not a positive number" in said[2]
+    messages = logged(caplog)
+    assert len(messages) == 3
+    assert "vllm_xargs: a tide_ key is not one of tide_capture, " in messages[0]
+    assert "tide_capture is neither true nor false" in messages[1]
+    assert "tide_slo_tpot_ms is not a positive number" in messages[2]
 
 
 CYCLE = "2026-11-29 14:00:00,1 vllm_tide.train INFO event=cycle cycle={} gain=0.1 "

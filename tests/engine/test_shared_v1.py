@@ -94,8 +94,8 @@ def test_rows_become_metadata_only_while_the_trainer_pauses(served, oracle):
         assert r.metadata_only and r.features.shape == (r.num_rows, 0)
         assert r.teacher_hidden is r.teacher_topk_ids is None
     # The same rounds were served, so the same ids and verdicts come.
-    found = [counted(report["records"]) for report in (full, light, last)]
-    assert found[0] == found[1] == found[2]
+    counts = [counted(report["records"]) for report in (full, light, last)]
+    assert counts[0] == counts[1] == counts[2]
     oracle.check_whole(last["records"], sequences(prompts, last))
     # Two tenants; a request keeps its own through all records.
     of_key: dict[int, int] = {}
@@ -205,20 +205,20 @@ def test_a_change_of_low_rank_drafts_as_the_tensors_that_it_makes(served, own_dr
         more["norm.weight"] = more["norm.weight"] * 2
         more["fc.weight"] = by * more["fc.weight"].flip(0)
         base = {name: t.float() for name, t in own_draft.items()}
-        told = delta.factors(base, more, rank=3)
+        factors = delta.factors(base, more, rank=3)
         marks = {"base": delta.fingerprint(own_draft)}
-        return told, {"adaptation": {"base": version}, "delta": marks}
+        return factors, {"adaptation": {"base": version}, "delta": marks}
 
-    told, meta = fast(0.5)
-    assert set(told) == {"fc.weight.u", "fc.weight.v", "norm.weight"}
-    assert served.publish(told, **meta) == ""
+    factors, meta = fast(0.5)
+    assert set(factors) == {"fc.weight.u", "fc.weight.v", "norm.weight"}
+    assert served.publish(factors, **meta) == ""
     changed = served(PROMPTS, forget=True, max_tokens=16)
-    assert served.publish(delta.apply(own_draft, told)) == ""
+    assert served.publish(delta.apply(own_draft, factors)) == ""
     whole = served(PROMPTS, forget=True, max_tokens=16)
     assert changed["tokens"] == whole["tokens"]
     assert drafted(changed["records"]) == drafted(whole["records"])
     # A change of what is no base any more.
-    assert served.publish(told, **meta) == "base"
+    assert served.publish(factors, **meta) == "base"
 
 
 def test_prefixes_cached_before_a_swap_are_counted_apart(served, other_draft, greedy):

@@ -38,8 +38,8 @@ def test_garbage_is_rejected_and_soon_not_believed(served, greedy):
         check(report, greedy(TEXTS, 96))
     tried = first["memory"]["0"]
     assert tried > 50 and first["memory"].get("1", 0) < 0.1 * tried
-    believed = second["memory"].get("0", 0)
-    assert believed < 0.2 * tried, "its record of the first script was bad"
+    memory_steps = second["memory"].get("0", 0)
+    assert memory_steps < 0.2 * tried, "its record of the first script was bad"
     assert second["policy"]["accepted_tokens"] > 20, "the draft drafts"
 
 

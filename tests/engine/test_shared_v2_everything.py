@@ -28,7 +28,7 @@ STEEP = [[[1, 0.3], [4, 0.3]], [[3, 1.0], [64, 200.0]]]
 
 def by_source(report: dict[str, Any]) -> dict[bool, tuple[int, int, int]]:
     """Rounds, drafted and accepted tokens of the draft (False) and the memory."""
-    found = {}
+    counts = {}
     for memory in (False, True):
         own = [
             r
@@ -36,8 +36,8 @@ def by_source(report: dict[str, Any]) -> dict[bool, tuple[int, int, int]]:
             if r.phase == Phase.VERIFY and r.num_rows > 1 and r.memory == memory
         ]
         verified = sum(r.num_rows - 1 for r in own)
-        found[memory] = (len(own), verified, sum(r.num_accepted for r in own))
-    return found
+        counts[memory] = (len(own), verified, sum(r.num_accepted for r in own))
+    return counts
 
 
 @pytest.mark.parametrize("garbage", [False, True])
@@ -51,12 +51,12 @@ def test_outputs_are_the_targets_own_and_each_source_is_counted_alone(
     assert report["tokens"] == greedy(PROMPTS, 40)
     assert report["faults"] == report["control_faults"] == {}
     by = by_source(report)
-    rounds, drafted, accepted = by[True]
-    assert rounds > 5
-    assert accepted < 0.1 * drafted if garbage else accepted > rounds
+    steps, drafted, accepted = by[True]
+    assert steps > 5
+    assert accepted < 0.1 * drafted if garbage else accepted > steps
     counts = report["control"]
     # Control also sees the steps that ran after a request's end.
-    assert counts["memory_proposals"] >= rounds
+    assert counts["memory_proposals"] >= steps
     assert counts.get("verified_tokens", 0) >= by[False][1]
     # vLLM counts both, drafts that the device cuts too.
     both = [by[False][i] + by[True][i] for i in (1, 2)]
@@ -79,5 +79,5 @@ def test_drafts_are_cut_to_what_pays(served, greedy):
     report = served(PROMPTS, **work)
     assert report["tokens"] == greedy(PROMPTS, 16)
     assert report["faults"] == report["control_faults"] == {}
-    found = report["control"]
-    assert 0 < found["trimmed_tokens"] < found["drafted_tokens"]
+    control = report["control"]
+    assert 0 < control["trimmed_tokens"] < control["drafted_tokens"]

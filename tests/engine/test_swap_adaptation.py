@@ -39,11 +39,11 @@ def draft(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def changed(base: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
     """What is published of `base`, with `by` more in each place of its matrix."""
-    held = {name: tensor.float() for name, tensor in base.items()}
-    fast = held | {"fc.weight": held["fc.weight"] + by}
-    told = delta.factors(held, fast, rank=2)
-    assert set(told) == {"fc.weight.u", "fc.weight.v"}
-    return told
+    masters = {name: tensor.float() for name, tensor in base.items()}
+    fast = masters | {"fc.weight": masters["fc.weight"] + by}
+    factors = delta.factors(masters, fast, rank=2)
+    assert set(factors) == {"fc.weight.u", "fc.weight.v"}
+    return factors
 
 
 class Swaps:
@@ -81,9 +81,9 @@ class Swaps:
 
     def stage(self, tensors: dict[str, torch.Tensor], **meta: Any) -> int:
         version = self.writer.latest_version + 1
-        told = on_wire(tensors)
+        received = on_wire(tensors)
         self.writer.publish(
-            told, version=version, parent_version=version - 1, meta=meta
+            received, version=version, parent_version=version - 1, meta=meta
         )
         self.made.stager.check_now()
         return version
@@ -145,8 +145,8 @@ def test_a_new_base_takes_the_place_of_the_old_one(swaps):
 )
 def test_a_change_that_cannot_be_served_is_refused(swaps, wrong, reason):
     mark = {"base": delta.fingerprint(swaps.base)}
-    told = changed(swaps.base, 0.5) | wrong
-    swaps.stage(told, adaptation={"base": 0}, delta=mark)
+    factors = changed(swaps.base, 0.5) | wrong
+    swaps.stage(factors, adaptation={"base": 0}, delta=mark)
     assert swaps.state() == (0, 0, {reason: 1}) and swaps.made.ready_version() == 0
 
 
@@ -216,10 +216,10 @@ def test_adaptive_verification_keys_on_the_base(swaps):
 
 def test_cached_prefixes_are_old_by_bases_alone():
     """Looking at all blocks takes long, and a fast draft comes every few seconds."""
-    held = idle_scheduler()
-    tide = SchedulerTide(3, held, TideConfig())
+    scheduler = idle_scheduler()
+    tide = SchedulerTide(3, scheduler, TideConfig())
     block = SimpleNamespace(block_id=0, block_hash="hash")
-    held.kv_cache_manager.block_pool.blocks.append(block)
+    scheduler.kv_cache_manager.block_pool.blocks.append(block)
     new = SimpleNamespace(num_computed_tokens=9, block_ids=[[0]])
     tide.observe({"staged": 1, "staged_fast": True})
     assert tide.control() == {"install": 1}

@@ -58,7 +58,7 @@ def test_a_draft_that_one_rank_cannot_install_is_served_by_none(tmp_path):
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=280)[0].split("\n") for process in started]
+    outputs = [process.communicate(timeout=280)[0].split("\n") for process in started]
     assert [process.returncode for process in started] == [0, 0]
     # One cannot; then each can.
-    assert said == [["0 old install", "1 new ", ""]] * 2
+    assert outputs == [["0 old install", "1 new ", ""]] * 2

@@ -129,8 +129,8 @@ def test_who_hangs_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
 def test_who_hangs_shows_where_before_it_is_killed(tmp_path, sidecar, monkeypatch):
     monkeypatch.setattr(trainer_process, "HUNG_S", 0.2)
     tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
-    looks = iter([True])
-    one = sidecar(tells, reads=lambda: next(looks, False))
+    polls = iter([True])
+    one = sidecar(tells, reads=lambda: next(polls, False))
     one.start()
     until(lambda: one._deaths)
     assert (tmp_path / "trainer-e1.log").read_text() == "here\n"

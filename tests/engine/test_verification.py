@@ -52,7 +52,7 @@ def make(monkeypatch):
         full_verify_share: float = 0.0,
         times=TIMES,
         young=False,
-        told=None,
+        costs=None,
     ):
         states = SimpleNamespace(
             num_speculative_steps=K,
@@ -68,7 +68,7 @@ def make(monkeypatch):
         manager = StepCostVerification(
             control,
             full_verify_share,
-            told,
+            costs,
             req_states=states,
             query_start_loc=torch.zeros(REQS + 1, dtype=torch.int32),
             num_bonus_tokens=1,
@@ -87,8 +87,8 @@ def make(monkeypatch):
 
 
 def order(manager, limit=np.inf, version=0, step_costs=True):
-    told = {"step_costs": (limit, StepTimes(TIMES).learnt())} if step_costs else None
-    step = SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K)
+    costs = {"step_costs": (limit, StepTimes(TIMES).learnt())} if step_costs else None
+    step = SimpleNamespace(tide=costs, num_spec_tokens_to_schedule=K)
     manager.begin_step(step, version)
 
 
@@ -111,26 +111,26 @@ def verified(manager) -> int:
 
 
 def test_a_longer_context_makes_the_step_dearer_and_cuts_less(make):
-    found = []
+    counts = []
     for context in (0, 200, 400, 800):
         manager = make(context)
         order(manager)
-        found.append(verified(manager))
-        assert found[-1] == best(context)
-        assert manager._control._shape == (REQS, context, found[-1], 0)
-    assert found == sorted(found) and 0 < found[0] < found[-1]
+        counts.append(verified(manager))
+        assert counts[-1] == best(context)
+        assert manager._control._shape == (REQS, context, counts[-1], 0)
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1]
 
 
 def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
     free = best(0)
-    found = []
+    counts = []
     for limit in (np.inf, 13e-3, 11.5e-3, 1e-9):
         manager = make(0)
         order(manager, limit)
-        found.append(verified(manager))
-        assert found[-1] == best(0, limit)
+        counts.append(verified(manager))
+        assert counts[-1] == best(0, limit)
         assert np.isfinite(manager.cost_tables[1][REQS])
-    assert found[0] == free > found[1] > found[2] > found[3] == 0
+    assert counts[0] == free > counts[1] > counts[2] > counts[3] == 0
 
 
 @pytest.mark.parametrize("step_costs", [False, True])
@@ -142,13 +142,13 @@ def test_without_prices_or_times_upstream_decides_as_ever(make, step_costs):
 
 
 def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
-    told = []
-    ranks = [make(times=None, told=told.append) for _ in range(2)]
+    tables = []
+    ranks = [make(times=None, costs=tables.append) for _ in range(2)]
     stair = [(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)]
     for manager in ranks:
         manager.set_cost_curves(*stair)
-    assert told[-2] == told[-1] and len(told) == 4  # `make` gives curves too
-    seen = StepTimes(told[-1])
+    assert tables[-2] == tables[-1] and len(tables) == 4  # `make` gives curves too
+    seen = StepTimes(tables[-1])
     learnt = seen.learnt()
     for limit, drafts in ((np.inf, 3), (1e-9, 0)):
         for manager in ranks:
@@ -314,9 +314,11 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
     assert tide.begun_anew == [False] and not control.trims
 
 
-@pytest.mark.parametrize(("probe_share", "looks"), [(0.005, 0.01), (0.3, 0.01), (0, 0)])
+@pytest.mark.parametrize(
+    ("probe_share", "whole_steps"), [(0.005, 0.01), (0.3, 0.01), (0, 0)]
+)
 def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
-    monkeypatch, probe_share, looks
+    monkeypatch, probe_share, whole_steps
 ):
     """The canary lives on those steps: less exploration must not starve it."""
     given = []
@@ -332,4 +334,4 @@ def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
     section = TideConfig.model_validate({"control": {"probe_share": probe_share}})
     tide._config = section
     assert isinstance(tide.make_verification(lambda: object()), Recorded)
-    assert given == [looks]
+    assert given == [whole_steps]

@@ -19,14 +19,14 @@ def read_metrics(text: str) -> Reading:
     Histogram buckets are left out: they are many and say nothing here.
     """
     page = parse_page(text, 0.0)
-    found: Reading = {}
+    reading: Reading = {}
     for (name, labels), value in getattr(page, "values", {}).items():
         if not name.endswith("_created"):
             by = dict(labels)
             reason = by.get("reason") or by.get("finished_reason")
             key = f"{name}{{{reason}}}" if reason else name
-            found[key] = found.get(key, 0.0) + value
-    return found
+            reading[key] = reading.get(key, 0.0) + value
+    return reading
 
 
 def read_status(run_dir: Path) -> Reading:

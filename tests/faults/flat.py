@@ -63,7 +63,7 @@ class Growth:
 
 def growth(minutes: Sequence[Minute]) -> dict[str, Growth]:
     """Growth of every bounded figure; without those of a run that was too short."""
-    found = {}
+    quantities = {}
     for name in minutes[-1] if minutes else ():
         bound, values = bound_of(name), _warm(minutes, name)
         third = len(values) // 3
@@ -73,8 +73,8 @@ def growth(minutes: Sequence[Minute]) -> dict[str, Growth]:
         line = statistics.linear_regression(range(len(values)), values)
         limit = round(first * (1 + bound.share) + bound.amount, 1)
         slope = round(60 * line.slope, 2)
-        found[name] = Growth(first, last, limit, slope, len(values))
-    return found
+        quantities[name] = Growth(first, last, limit, slope, len(values))
+    return quantities
 
 
 def _warm(minutes: Sequence[Minute], name: str) -> list[float]:
@@ -88,12 +88,12 @@ def _warm(minutes: Sequence[Minute], name: str) -> list[float]:
 
 def grown(minutes: Sequence[Minute]) -> list[str]:
     """Sentences about figures that grew beyond their bounds; empty if all is flat."""
-    found = [
+    growing = [
         f"{name} grew from {one.first:g} to {one.last:g}"
         for name, one in growth(minutes).items()
         if one.last > one.limit
     ]
     for number, minute in enumerate(minutes):
         if not minute["swaps"]:
-            found.append(f"no swap in minute {number + 1}")
-    return found
+            growing.append(f"no swap in minute {number + 1}")
+    return growing

@@ -51,7 +51,7 @@ class LeakWatch:
         self._warm_s = warm_s
         self._first: dict[tuple[int, float], Usage] = {}
 
-    def look(self, role: str, process: psutil.Process) -> str:
+    def check(self, role: str, process: psutil.Process) -> str:
         """Look at a process.
 
         Returns:

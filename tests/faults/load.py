@@ -146,8 +146,8 @@ class Load:
 
     def take_problems(self) -> list[str]:
         """The problems since the last call."""
-        found, self.problems = self.problems, []
-        return found
+        problems, self.problems = self.problems, []
+        return problems
 
     async def _client(self) -> None:
         while True:

@@ -44,12 +44,12 @@ def peek(name: str, at: int, count: int) -> bytes:
         os.close(fd)
 
 
-def word(name: str, number: int) -> int:
+def read_atomic(name: str, number: int) -> int:
     """A word of page 1."""
     return int.from_bytes(peek(name, ATOMICS_AT + number * LINE_BYTES, 8), "little")
 
 
-def set_word(name: str, number: int, value: int) -> None:
+def write_atomic(name: str, number: int, value: int) -> None:
     """Overwrite a word of page 1."""
     poke(name, ATOMICS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
 
@@ -85,7 +85,7 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
         )
         scene.struck()
         capacity = os.stat(f"{SHM_DIR}/{ring}").st_size - DATA_AT
-        place = word(ring, Atomic.TAIL) + rng.randrange(DAMAGED_BYTES)
+        place = read_atomic(ring, Atomic.TAIL) + rng.randrange(DAMAGED_BYTES)
         at = min(place % capacity, capacity - DAMAGED_BYTES)
         poke(ring, DATA_AT + at, rng.randbytes(DAMAGED_BYTES))
     await scene.until(
@@ -94,7 +94,7 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
     await rows_flow(scene)
 
 
-async def damage_words(scene: Scene, rng: random.Random) -> None:
+async def damage_atomics(scene: Scene, rng: random.Random) -> None:
     """A random value over one of the words that both sides steer by.
 
     Those that stand until the next drop or pause are left out: nothing mends a word,
@@ -109,11 +109,11 @@ async def damage_words(scene: Scene, rng: random.Random) -> None:
     )
     chosen = rng.choice([w for w in Atomic if w not in stand])
     value = rng.getrandbits(rng.choice((8, 32, 64)))
-    while value == word(ring, chosen):  # no damage
+    while value == read_atomic(ring, chosen):  # no damage
         value = rng.getrandbits(64)
     scene.struck()
-    set_word(ring, chosen, value)
-    await scene.until("a stored word", lambda _: word(ring, chosen) != value)
+    write_atomic(ring, chosen, value)
+    await scene.until("a stored word", lambda _: read_atomic(ring, chosen) != value)
     await rows_flow(scene)
 
 
@@ -156,7 +156,7 @@ async def settled(scene: Scene, counter: str) -> float:
 async def damage_weights(scene: Scene, rng: random.Random) -> None:
     """A new version appears whose bytes are not what its sums say."""
     name = scene.manifest().weights
-    if not word(name, _LATEST):
+    if not read_atomic(name, _LATEST):
         await scene.good_head()
     # A head that it publishes now would have the number that is forged here.
     with trainer_stopped(scene):
@@ -167,7 +167,7 @@ async def damage_weights(scene: Scene, rng: random.Random) -> None:
 
 
 def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
-    latest = word(name, _LATEST)
+    latest = read_atomic(name, _LATEST)
     slot_bytes = (os.stat(f"{SHM_DIR}/{name}").st_size - DATA_AT) // 2
     starts = [DATA_AT, DATA_AT + slot_bytes]
     heads = [SLOT_HEAD.unpack(peek(name, at, SLOT_HEAD.size)) for at in starts]
@@ -180,7 +180,7 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
         body[rng.randrange(SLOT_HEAD.size, len(body))] ^= rng.randint(1, 255)
     scene.struck()
     poke(name, starts[1 - slot], bytes(body))
-    set_word(name, _LATEST, latest + 1)
+    write_atomic(name, _LATEST, latest + 1)
 
 
 async def rows_flow(scene: Scene) -> None:
@@ -202,7 +202,7 @@ FAULTS = (
     Fault("damage_ring", damage_ring, "ring:corrupt_records"),
     Fault(
         "damage_words",
-        damage_words,
+        damage_atomics,
         None,
         uncounted="the word's owner stores it again, which the suite reads there",
     ),

@@ -26,13 +26,13 @@ COMMAND_S = 120.0
 Event = Callable[[Scene, random.Random], Awaitable[None]]
 
 
-async def command(scene: Scene, *words: str) -> str:
+async def command(scene: Scene, *args: str) -> str:
     """Run `vllm-tide` on the run directory; its output.
 
     Raises:
         NotRecovered: Its exit status is not 0.
     """
-    argv = [str(scene.places.venv / "bin" / "vllm-tide"), *words]
+    argv = [str(scene.places.venv / "bin" / "vllm-tide"), *args]
     argv += ["--run-dir", str(scene.run_dir)]
     done = await asyncio.to_thread(
         subprocess.run,
@@ -45,8 +45,8 @@ async def command(scene: Scene, *words: str) -> str:
         check=False,
     )
     if done.returncode:
-        said = done.stdout.strip()
-        raise NotRecovered(f"{' '.join(words)}: status {done.returncode}: {said}")
+        output = done.stdout.strip()
+        raise NotRecovered(f"{' '.join(args)}: status {done.returncode}: {output}")
     return str(done.stdout)
 
 
@@ -104,8 +104,8 @@ async def roll_back(scene: Scene, rng: random.Random) -> None:
                 return
             raise
         number = re.search(r"served as version (\d+)", answer)
-        wanted = int(number[1]) if number else 1 << 62
-        await scene.until("the head before", lambda r: r.get(VERSION, 0) >= wanted)
+        version = int(number[1]) if number else 1 << 62
+        await scene.until("the head before", lambda r: r.get(VERSION, 0) >= version)
 
 
 def _orders(scene: Scene) -> bool:

@@ -37,13 +37,13 @@ def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "| fault | recovered | recovery p50 / max (s) | counted by |",
         "| --- | --- | --- | --- |",
     ]
-    for kind, found in kinds.items():
-        counter = f"`{found['counter']}`"
-        if not found["counter"]:
-            counter = f"nothing: {found['uncounted']}"
+    for kind, rows in kinds.items():
+        counter = f"`{rows['counter']}`"
+        if not rows["counter"]:
+            counter = f"nothing: {rows['uncounted']}"
         lines.append(
-            f"| `{kind}` | {found['ok']} of {found['count']} | "
-            f"{found['recovery_s_p50']:.1f} / {found['recovery_s_max']:.1f} | "
+            f"| `{kind}` | {rows['ok']} of {rows['count']} | "
+            f"{rows['recovery_s_p50']:.1f} / {rows['recovery_s_max']:.1f} | "
             f"{counter} |"
         )
     return lines

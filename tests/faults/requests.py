@@ -54,8 +54,8 @@ async def malformed_xargs(scene: Scene, rng: random.Random) -> None:
     before = total(await scene.reading(), UNREADABLE)
     scene.struck()
     sent = [rng.choice(_ODD[:4]), rng.choice(_ODD), *rng.sample(_WILD, 3)]
-    said = await asyncio.gather(*(_send(scene, value) for value in sent))
-    for value, wrong in zip(sent, said, strict=True):
+    replies = await asyncio.gather(*(_send(scene, value) for value in sent))
+    for value, wrong in zip(sent, replies, strict=True):
         if wrong:
             raise NotRecovered(f"vllm_xargs {json.dumps(value)[:60]}: {wrong}")
     await scene.until("a count", lambda r: total(r, UNREADABLE) > before)
@@ -108,8 +108,8 @@ async def exhaust_kv(scene: Scene, rng: random.Random) -> None:
     scene.struck()
     for _ in range(4):
         asks = [scene.load.ask((120, 170)) for _ in range(MAX_SEQS + 4)]
-        said = await asyncio.gather(*(scene.load.request(ask) for ask in asks))
-        for wrong in filter(None, said):
+        replies = await asyncio.gather(*(scene.load.request(ask) for ask in asks))
+        for wrong in filter(None, replies):
             raise NotRecovered(wrong)
         if total(await scene.reading(), PREEMPTED) > before:
             return

@@ -231,10 +231,10 @@ class Scene:
         Raises:
             NotRecovered: No engine is announced.
         """
-        found = read_manifests(self.run_dir)
-        if not found:
+        result = read_manifests(self.run_dir)
+        if not result:
             raise NotRecovered("no engine is announced in the run directory")
-        return found[-1]
+        return result[-1]
 
     def note_segments(self) -> None:
         """Remember the segments of this run, to see later that they are gone."""
@@ -261,21 +261,21 @@ class Scene:
 
     async def reading(self) -> Reading:
         """Everything that counts; without a server its metrics are absent."""
-        found = read_status(self.run_dir)
+        result = read_status(self.run_dir)
         if self.load.url is None:
-            return found
+            return result
         for manifest in read_manifests(self.run_dir)[-1:]:
             ring = peek_ring(manifest.ring)
             if ring is not None:
-                found["ring:corrupt_records"] = float(ring.corrupt_records)
-                found["ring:used_bytes"] = float(ring.used_bytes)
+                result["ring:corrupt_records"] = float(ring.corrupt_records)
+                result["ring:used_bytes"] = float(ring.used_bytes)
         timeout = aiohttp.ClientTimeout(total=20)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.get(
                 self.load.url + "/metrics", timeout=timeout
             ) as response:
-                found |= read_metrics(await response.text())
-        return found
+                result |= read_metrics(await response.text())
+        return result
 
     async def until(
         self, what: str, check: Callable[[Reading], bool], timeout_s: float = 120.0

@@ -47,10 +47,10 @@ class RunSegments:
 
     def num_bytes(self) -> int:
         """Size of those that are there (bytes)."""
-        found = 0
+        total = 0
         for name in self._made:
             try:
-                found += (Path(SHM_DIR) / name).stat().st_size
+                total += (Path(SHM_DIR) / name).stat().st_size
             except FileNotFoundError:
                 continue
-        return found
+        return total

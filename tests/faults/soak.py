@@ -142,19 +142,19 @@ async def _minute(scene: Scene, events: asyncio.Task[list[str]]) -> dict[str, fl
     await asyncio.wait([events])
     after = await scene.reading()
     roles = scene.server.processes() | {"trainer": [scene.trainer]}
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for role, some in roles.items():
         used = [usage for usage in map(usage_of, some) if usage is not None]
-        found[f"{role}_rss_mib"] = round(sum(u.rss_mib for u in used), 1)
-        found[f"{role}_fds"] = sum(u.fds for u in used)
+        figures[f"{role}_rss_mib"] = round(sum(u.rss_mib for u in used), 1)
+        figures[f"{role}_fds"] = sum(u.fds for u in used)
     scene.note_segments()
-    found["shm_bytes"] = scene.segments.num_bytes()
+    figures["shm_bytes"] = scene.segments.num_bytes()
     for figure, name in COUNTERS.items():
-        found[figure] = after.get(name, 0) - before.get(name, 0)
-    found["right"] = load.right - right
-    found["faults"] = total(after, FAULTS)
-    found["trainer_started"] = int(scene.trainer.pid != trainer)
-    return found | latencies(load.latencies)
+        figures[figure] = after.get(name, 0) - before.get(name, 0)
+    figures["right"] = load.right - right
+    figures["faults"] = total(after, FAULTS)
+    figures["trainer_started"] = int(scene.trainer.pid != trainer)
+    return figures | latencies(load.latencies)
 
 
 def latencies(ended: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -190,8 +190,8 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
 
     def on_minute(figures: dict[str, float]) -> None:
         minutes.append(figures)
-        said = ", ".join(f"{k} {v:g}" for k, v in figures.items())
-        say(f"minute {len(minutes)}/{args.minutes}: {said}")
+        text = ", ".join(f"{k} {v:g}" for k, v in figures.items())
+        say(f"minute {len(minutes)}/{args.minutes}: {text}")
         _write(args, minutes, ["cut off before its end"], events)  # if it is
 
     problems = asyncio.run(soak(places, known, args, on_minute, events))

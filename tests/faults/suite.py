@@ -152,11 +152,11 @@ class Suite:
         scene.note_segments()
         manifest = scene.manifest()
         left = left_behind(scene.segments.made, {manifest.ring, manifest.weights})
-        found = [f"segments left behind: {', '.join(left)}"] if left else []
+        problems = [f"segments left behind: {', '.join(left)}"] if left else []
         for role, some in scene.server.processes().items():
-            found += [self.leaks.look(role, process) for process in some]
-        found.append(self.leaks.look("trainer", scene.trainer))
-        return "; ".join(filter(None, found))
+            problems += [self.leaks.check(role, process) for process in some]
+        problems.append(self.leaks.check("trainer", scene.trainer))
+        return "; ".join(filter(None, problems))
 
     async def _restart(self, scene: Scene) -> None:
         """Start anew, so that the next fault is judged alone."""

@@ -23,7 +23,7 @@ from vllm_tide.transport.shm import Segment
 
 
 @pytest.mark.parametrize(
-    ("tokens", "error", "said"),
+    ("tokens", "error", "message"),
     [
         ((1, 2, 3), None, ""),
         ((1, 9, 3), None, "wrong token: number 1 of 3 is 9"),
@@ -32,9 +32,9 @@ from vllm_tide.transport.shm import Segment
         ((), "HTTP 400: no", "HTTP 400: no"),
     ],
 )
-def test_only_the_right_tokens_are_right(tokens, error, said):
+def test_only_the_right_tokens_are_right(tokens, error, message):
     result = RequestResult(1, "faults", 0.0, token_ids=list(tokens), error=error)
-    assert judged(Ask(1, (5, 6), (1, 2, 3)), result) == said
+    assert judged(Ask(1, (5, 6), (1, 2, 3)), result) == message
 
 
 def test_a_plan_has_every_kind_the_lasting_ones_late():
@@ -101,8 +101,8 @@ class Load:
         return ""
 
     def take_problems(self):
-        found, self.problems = self.problems, []
-        return found
+        problems, self.problems = self.problems, []
+        return problems
 
 
 def test_every_harm_is_in_its_row_and_the_server_is_started_anew(monkeypatch):
@@ -155,12 +155,12 @@ def test_growth_is_a_leak_once_a_process_is_warm(monkeypatch):
     usage = Usage(100.0, 10)
     monkeypatch.setattr(leaks, "usage_of", lambda _: usage)
     watch, young, me = LeakWatch(warm_s=0.0), LeakWatch(warm_s=1e9), psutil.Process()
-    assert watch.look("engine", me) == young.look("engine", me) == ""
+    assert watch.check("engine", me) == young.check("engine", me) == ""
     usage = Usage(260.0, 10)
-    assert watch.look("engine", me) == "engine has 260.0 MiB, 100.0 at first"
+    assert watch.check("engine", me) == "engine has 260.0 MiB, 100.0 at first"
     usage = Usage(100.0, 80)
-    assert watch.look("engine", me) == "engine has 80 file descriptors, 10 at first"
-    assert young.look("engine", me) == ""
+    assert watch.check("engine", me) == "engine has 80 file descriptors, 10 at first"
+    assert young.check("engine", me) == ""
 
 
 def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
@@ -179,7 +179,7 @@ def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "said"),
+    ("name", "values", "message"),
     [
         ("engine_rss_mib", lambda n: 100 if n < 3 else 300, None),  # warming up
         ("engine_rss_mib", lambda n: 300 + 6 * n, "engine_rss_mib grew from "),
@@ -189,12 +189,12 @@ def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
         ("swaps", lambda n: n != 7, "no swap in minute 8"),
     ],
 )
-def test_a_soak_that_is_not_flat_says_what_grew(name, values, said):
+def test_a_soak_that_is_not_flat_says_what_grew(name, values, message):
     flat = {"engine_rss_mib": 300.0, "engine_fds": 40.0, "shm_bytes": 1e6}
     flat |= {"latency_ms_p95": 100.0, "swaps": 20.0}
-    found = grown([flat | {name: float(values(n))} for n in range(12)])
-    assert len(found) == (said is not None)
-    assert not found or found[0].startswith(said)
+    problems = grown([flat | {name: float(values(n))} for n in range(12)])
+    assert len(problems) == (message is not None)
+    assert not problems or problems[0].startswith(message)
 
 
 def test_a_process_that_was_started_again_is_compared_with_itself():
@@ -204,9 +204,9 @@ def test_a_process_that_was_started_again_is_compared_with_itself():
             [*[(90.0, 0)] * 3, (90.0, 1), *[(8.0, 0)] * 8]
         )
     ]
-    found = growth(minutes)
-    assert (found["trainer_fds"].first, found["trainer_fds"].minutes) == (8.0, 6)
-    assert found["api_fds"].slope_per_hour == 15.0
+    problems = growth(minutes)
+    assert (problems["trainer_fds"].first, problems["trainer_fds"].minutes) == (8.0, 6)
+    assert problems["api_fds"].slope_per_hour == 15.0
     assert growth(minutes[:5]).keys() == {"api_fds"}  # its trainer is too young
 
 

@@ -81,8 +81,8 @@ class OrderedSidecar(loop.Sidecar):
 
     def _may_train(self) -> bool:
         for path in sorted(self._run_dir.glob("order-*.json")):
-            wanted = json.loads(path.read_text(encoding="utf-8"))
-            if self._carry_out(wanted["what"], wanted["seed"]):
+            order = json.loads(path.read_text(encoding="utf-8"))
+            if self._carry_out(order["what"], order["seed"]):
                 path.unlink()
         return super()._may_train()
 

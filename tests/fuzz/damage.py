@@ -39,8 +39,8 @@ def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
             case "flip" if data:
                 data[at] ^= 1 << draw(st.integers(0, 7))
             case "word":
-                word = draw(edges).to_bytes(8, "little")[: draw(st.integers(1, 8))]
-                data[at : at + len(word)] = word
+                value = draw(edges).to_bytes(8, "little")[: draw(st.integers(1, 8))]
+                data[at : at + len(value)] = value
             case "run":
                 data[at : at + draw(st.integers(1, 64))] = draw(st.binary(max_size=64))
             case "insert":

@@ -99,8 +99,8 @@ def pages(
 
 def read_record(data: bytes) -> None:
     record = decode(memoryview(data))
-    held = sum(v.nbytes for v in (record.token_ids, record.features))
-    assert held <= len(data) and record.num_rows == len(record.features)
+    num_bytes = sum(v.nbytes for v in (record.token_ids, record.features))
+    assert num_bytes <= len(data) and record.num_rows == len(record.features)
 
 
 @st.composite
@@ -229,8 +229,8 @@ def publications(draw: st.DrawFn) -> publication.DraftBlob:
 
 
 def read_publication(blob: publication.DraftBlob) -> None:
-    found = publication.decode(blob)
-    sizes = [len(item.data) for item in found.tensors.values()]
+    result = publication.decode(blob)
+    sizes = [len(item.data) for item in result.tensors.values()]
     assert max(sizes, default=0) <= len(blob.data)
 
 

@@ -28,7 +28,7 @@ def trainer() -> AdminSocket:
     return AdminSocket(folder.path)
 
 
-def say(said: list[bytes]) -> None:
+def say(requests: list[bytes]) -> None:
     """Send these pieces to a trainer, and read its answer."""
     server = trainer()
     fd = os.open(server.path.parent, os.O_RDONLY)
@@ -36,7 +36,7 @@ def say(said: list[bytes]) -> None:
         client.settimeout(1)
         client.connect(f"/proc/self/fd/{fd}/{server.path.name}")
         os.close(fd)
-        for piece in said:
+        for piece in requests:
             try:
                 client.sendall(piece)
             except OSError:
@@ -79,8 +79,8 @@ def stranger() -> tuple[Path, queue.Queue[bytes]]:
 def ask(answer: bytes) -> None:
     path, answers = stranger()
     answers.put(answer)
-    found = send(path, {"do": "status"}, 5.0)
-    json.dumps(found, allow_nan=False)
+    reply = send(path, {"do": "status"}, 5.0)
+    json.dumps(reply, allow_nan=False)
 
 
 def parsers() -> list[Parser]:

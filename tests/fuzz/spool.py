@@ -54,11 +54,11 @@ def folder() -> tuple[EngineFolder, Path]:
     """An engine's folder of a spool in a directory that lives as long as this."""
     made = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
     root = Path(made.name)
-    found = EngineFolder(LocalStore(root), "e1")
-    found.kept = made  # type: ignore[attr-defined]
+    engine_folder = EngineFolder(LocalStore(root), "e1")
+    engine_folder.keep_alive = made  # type: ignore[attr-defined]
     for name in ("records", "readers", "heads", "draft"):
         (root / "engines/e1" / name).mkdir(parents=True)
-    return found, root / "engines/e1"
+    return engine_folder, root / "engines/e1"
 
 
 def built() -> tuple[dict[str, Any], bytes]:
@@ -121,7 +121,7 @@ def read_shards(given: tuple[bytes, bytes, bytes]) -> None:
         reader.fetch(state)
 
 
-def read_words(given: tuple[bytes, bytes, bytes]) -> None:
+def read_states(given: tuple[bytes, bytes, bytes]) -> None:
     where, path = folder()
     for name, text in zip(
         ("engine.json", "state.json", "readers/r.json"), given, strict=True
@@ -151,8 +151,8 @@ def read_drafts(given: tuple[bytes, bytes]) -> None:
     for name, data in zip(("latest.json", f"{7:012d}.safetensors"), given, strict=True):
         (path / "heads" / name).write_bytes(data)
     struct.pack("<Q", where.latest_draft())
-    found = publication.decode(where.read_draft())
-    publication.encode(found.tensors, 7, 6, {})
+    engine_folder = publication.decode(where.read_draft())
+    publication.encode(engine_folder.tensors, 7, 6, {})
 
 
 def parsers() -> list[Parser]:
@@ -167,10 +167,10 @@ def parsers() -> list[Parser]:
         lambda pair: st.tuples(st.one_of(still, state), *map(st.just, pair))
     )
     shard |= st.tuples(still, renamed, st.just(SHARD[1]))
-    words = st.tuples(json_or_bytes(ENGINE), state, reader)
+    states = st.tuples(json_or_bytes(ENGINE), state, reader)
     refused = (TransportError,)
     return [
         Parser("spool_reader", shard, read_shards, refused),
-        Parser("spool_words", words, read_words, refused),
+        Parser("spool_words", states, read_states, refused),
         Parser("spool_drafts", drafts(), read_drafts, refused),
     ]

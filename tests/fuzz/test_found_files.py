@@ -49,11 +49,11 @@ HUGE = "9" * 400  # a whole number that no float holds
 @pytest.fixture
 def engine(tmp_path):
     """An engine's folder of a spool, and where it lies."""
-    found = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
+    engine_folder = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
     where = tmp_path / "spool/engines/e1"
     for name in ("records", "heads", "draft"):
         (where / name).mkdir(parents=True)
-    return found, where
+    return engine_folder, where
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_pipe_or_a_file_without_end_in_a_run_directory_is_passed_over(tmp_path
     os.mkfifo(tmp_path / "purge-0.json", 0o600)
     with open(tmp_path / "engine-b.json", "wb") as file:
         file.truncate(1 << 36)
-    assert [found for _, found in inspect_manifests(tmp_path)] == [None, None]
+    assert [result for _, result in inspect_manifests(tmp_path)] == [None, None]
     assert PurgeInbox(tmp_path).pending() == []
 
 

@@ -79,12 +79,12 @@ def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
     writer.close()
 
 
-@pytest.mark.parametrize("rest", ["a\0b", "\ud800", "a b", "", "x" * 300])
-def test_a_name_that_no_segment_can_have_is_refused(rest):
-    assert peek_ring(NAME_PREFIX + rest) is None
-    assert peek_weights(NAME_PREFIX + rest) is None
+@pytest.mark.parametrize("suffix", ["a\0b", "\ud800", "a b", "", "x" * 300])
+def test_a_name_that_no_segment_can_have_is_refused(suffix):
+    assert peek_ring(NAME_PREFIX + suffix) is None
+    assert peek_weights(NAME_PREFIX + suffix) is None
     with pytest.raises(TransportError, match="not the name of a vllm_tide segment"):
-        RingReader.attach(NAME_PREFIX + rest)
+        RingReader.attach(NAME_PREFIX + suffix)
 
 
 @pytest.mark.timeout(10)
@@ -106,10 +106,10 @@ def test_counters_of_a_segment_that_says_to_have_no_room_are_nothing():
         assert peek_ring(name) is None
 
 
-@pytest.mark.parametrize("room", [0, 2 * PAGE_BYTES - 1])
+@pytest.mark.parametrize("space", [0, 2 * PAGE_BYTES - 1])
 @pytest.mark.parametrize("end", [WeightsSegment, WeightsWriter])
-def test_a_weights_segment_without_room_for_slots_is_refused(end, room):
-    size = DATA_AT + room
+def test_a_weights_segment_without_room_for_slots_is_refused(end, space):
+    size = DATA_AT + space
     page = sealed(WEIGHTS_MAGIC, publication.FORMAT_VERSION, size, b"{}")
     with segment(page, size) as name, pytest.raises(TransportError, match="too small"):
         end.attach(name)

@@ -41,5 +41,5 @@ def test_an_answer_nested_without_end_is_no_json(stranger):
 def test_numbers_that_are_no_json_are_nothing(stranger):
     path, pieces = stranger
     pieces.append(b'{"ok": true, "loss": NaN, "rate": 1e999, "rows": 2.5}\n')
-    found = send(path, {"do": "status"}, 5)
-    assert found == {"ok": True, "loss": None, "rate": None, "rows": 2.5}
+    answer = send(path, {"do": "status"}, 5)
+    assert answer == {"ok": True, "loss": None, "rate": None, "rows": 2.5}

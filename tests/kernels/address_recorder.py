@@ -31,15 +31,15 @@ class AddressRecorder:
             InterpreterBuilder.create_masked_store,
         )
 
-        def fake_load(builder, ptrs, mask, other, *rest):
+        def fake_load(builder, ptrs, mask, other, *args):
             if self._note(ptrs, mask):
-                return load(builder, ptrs, mask, other, *rest)
+                return load(builder, ptrs, mask, other, *args)
             dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
             return TensorHandle(np.zeros(ptrs.data.shape, dtype), ptrs.get_element_ty())
 
-        def fake_store(builder, ptrs, value, mask, *rest):
+        def fake_store(builder, ptrs, value, mask, *args):
             if self._note(ptrs, mask):
-                return store(builder, ptrs, value, mask, *rest)
+                return store(builder, ptrs, value, mask, *args)
             return None
 
         def program_id(builder, axis):

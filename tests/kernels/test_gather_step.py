@@ -15,10 +15,10 @@ def parts(n, rows, width, depth, cut):
     def some(*shape, dtype=torch.int32):
         return torch.randint(-1, 1 << 18, shape, generator=random).to(dtype)
 
-    found = [some(n), some(n), some(n, 7, dtype=torch.int64)[:, :width], some(rows)]
-    found.append(torch.rand(n, 9, generator=random)[:, :depth])
-    found.append(some(n, 5, dtype=torch.int64)[:, 0])
-    return found + [some(n + 1), some(n + 1)] * cut
+    tensors = [some(n), some(n), some(n, 7, dtype=torch.int64)[:, :width], some(rows)]
+    tensors.append(torch.rand(n, 9, generator=random)[:, :depth])
+    tensors.append(some(n, 5, dtype=torch.int64)[:, 0])
+    return tensors + [some(n + 1), some(n + 1)] * cut
 
 
 @pytest.mark.interpreted
@@ -35,14 +35,14 @@ def parts(n, rows, width, depth, cut):
 def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
     given = parts(n, rows, width, depth, cut)
     size = sum(part.numel() for part in given)
-    ours, wanted = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
-    gather_step_reference(given, wanted)
+    ours, expected = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
+    gather_step_reference(given, expected)
     monkeypatch.setattr(op, "gather_step_reference", None)
     gather_step(given, ours)
-    assert torch.equal(ours, wanted) and ours[-3:].tolist() == [7] * 3
-    assert wanted[:n].tolist() == given[0].tolist()
+    assert torch.equal(ours, expected) and ours[-3:].tolist() == [7] * 3
+    assert expected[:n].tolist() == given[0].tolist()
     at = 2 * n + n * width + rows
-    sure = wanted[at : at + n * depth].view(torch.float32).view(n, depth)
+    sure = expected[at : at + n * depth].view(torch.float32).view(n, depth)
     assert torch.equal(sure, given[4])
 
 

@@ -48,9 +48,9 @@ def check(z, t, weights, reverse):
     grad = torch.empty_like(z)
     values = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
     assert torch.equal(kl_rows(z, t, weights, reverse=reverse), values)
-    wanted, slope = by_definition(z, t, weights, reverse)
+    expected, slope = by_definition(z, t, weights, reverse)
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values.double(), wanted, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=1e-5)
     largest = float(slope.abs().max()) if slope.numel() else 0.0
     torch.testing.assert_close(
         grad.double(), slope, rtol=STEP[z.dtype], atol=1e-6 + 2e-6 * largest
@@ -104,8 +104,8 @@ def test_impossible_tokens_add_nothing(monkeypatch, interpreted):
     assert value.item() == pytest.approx(math.log(1.5), rel=1e-6)
     assert grad[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
     value = kl_rows(z, t, ones, reverse=True, grad_out=grad)
-    wanted = -math.log(3) - (2 * math.log(0.5) + math.log(FLOOR)) / 3
-    assert value.item() == pytest.approx(wanted, rel=1e-6)
+    expected = -math.log(3) - (2 * math.log(0.5) + math.log(FLOOR)) / 3
+    assert value.item() == pytest.approx(expected, rel=1e-6)
     assert grad.isfinite().all()
 
 
@@ -133,15 +133,15 @@ def test_loss_and_gradients_are_those_of_training(
     normed, head, hidden, rows, vocab, index = problem(pruned)
     term = "reverse_kl" if reverse else "forward_kl"
     weights = torch.linspace(0.1, 1.0, 7)
-    kept = vocab.target_ids
+    target_ids = vocab.target_ids
     task = LossTask(
         LossMix({term: 1.0}), index, weights[None], torch.full_like(index, -1), 7
     )
     target = TargetRows(rows, rows, logit_scale=0.5, logit_softcap=2.0)
-    taught = HiddenTeacher.from_hidden(hidden, target, rows[kept], torch.float32)
+    taught = HiddenTeacher.from_hidden(hidden, target, rows[target_ids], torch.float32)
     a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
-    wanted, theirs = fused_lm_head_loss(a, b, b.detach(), taught, task)
-    (wanted * 3).backward()
+    expected, theirs = fused_lm_head_loss(a, b, b.detach(), taught, task)
+    (expected * 3).backward()
     close = {"rtol": 1e-5, "atol": 2e-6}
 
     x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
@@ -149,7 +149,7 @@ def test_loss_and_gradients_are_those_of_training(
     assert not KernelTeacher.fits(
         LossMix({term: 1.0, "next_token": 0.1}), torch.device("cuda")
     )
-    kernel = KernelTeacher(hidden, target, rows[kept])
+    kernel = KernelTeacher(hidden, target, rows[target_ids])
     total, values = fused_lm_head_loss(x, y, y.detach(), kernel, task)
     (total * 3).backward()
     for ours, its in ((values, theirs), (x.grad, a.grad), (y.grad, b.grad)):
@@ -161,8 +161,8 @@ def test_reference_is_the_definition(reverse):
     z, t = draw(5, 40).double(), draw(5, 40, seed=1).double()
     weights, grad = torch.rand(5).double(), torch.empty_like(z)
     values = kl_rows_reference(z, t, weights, reverse=reverse, grad_out=grad)
-    wanted, slope = by_definition(z, t, weights, reverse)
-    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-13)
+    expected, slope = by_definition(z, t, weights, reverse)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(grad, slope, rtol=0, atol=1e-13)
 
 

@@ -41,7 +41,7 @@ class Reference:
     def __init__(self, window):
         self.window = window
         self.texts: dict[int, list[int]] = {}
-        self.said: dict[int, tuple[list[list[int]], int, bool]] = {}
+        self.proposed: dict[int, tuple[list[list[int]], int, bool]] = {}
         self.counts = np.zeros((2, 2, len(MATCHES) + 1, K))
 
     @property
@@ -53,22 +53,22 @@ class Reference:
 
     def grade(self, came):
         """`came`: tokens by slot."""
-        labels, found = [0, 0], []
+        labels, correct = [0, 0], []
         for slot, tokens in came.items():
-            if slot not in self.said or not tokens:
+            if slot not in self.proposed or not tokens:
                 continue
-            said, bucket, _ = self.said[slot]
+            proposed, bucket, _ = self.proposed[slot]
             for source in (DRAFT, MEMORY):
-                for k, guess in enumerate(said[source]):
+                for k, guess in enumerate(proposed[source]):
                     if guess < 0 or k >= len(tokens):
                         break
                     labels[source] += 1
-                    found.append((source, bucket, k, guess == tokens[k]))
+                    correct.append((source, bucket, k, guess == tokens[k]))
                     if guess != tokens[k]:
                         break
         for source in (DRAFT, MEMORY):
             self.counts[source] *= 0.5 ** (labels[source] / HALF_LIFE)
-        for source, bucket, k, right in found:
+        for source, bucket, k, right in correct:
             self.counts[source, 0, bucket, k] += 1
             self.counts[source, 1, bucket, k] += right
 
@@ -78,7 +78,7 @@ class Reference:
         bucket = int(np.searchsorted(MATCHES, run, side="right"))
         worth = np.cumprod(self.chance[:, bucket, :depth], axis=1).sum(axis=1)
         gain = worth[MEMORY] - worth[DRAFT] if run else -1.0
-        self.said[slot] = ([drafts[:depth], tokens], bucket, gain > 0)
+        self.proposed[slot] = ([drafts[:depth], tokens], bucket, gain > 0)
         return (tokens[:depth] + drafts[depth:] if gain > 0 else drafts), gain
 
 
@@ -88,7 +88,7 @@ class Rig:
     def __init__(self, window=1 << 15, seed=0):
         device = torch.get_default_device()
         self.table = NgramTable(R, LONGEST, K, device, PRIOR, SHRINK, HALF_LIFE, window)
-        self.wanted = Reference(self.table.window)
+        self.reference = Reference(self.table.window)
         self.texts = torch.zeros(R, LONGEST, dtype=torch.int32)
         self.total = torch.zeros(R, dtype=torch.int32)
         self.prefill = torch.zeros(R, dtype=torch.int32)
@@ -99,8 +99,8 @@ class Rig:
         """Another request has the slot; nobody tells the table."""
         self.texts[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
         self.total[slot] = self.prefill[slot] = len(prompt)
-        self.wanted.texts[slot] = list(prompt)
-        self.wanted.said.pop(slot, None)
+        self.reference.texts[slot] = list(prompt)
+        self.reference.proposed.pop(slot, None)
 
     def step(self, came, drafts, depth=K, sure=None):
         """One step: tokens by slot (none inside of a prompt); the drafts that stand."""
@@ -111,16 +111,16 @@ class Rig:
             sampled[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.texts[slot, at : at + len(tokens)] = sampled[i, : len(tokens)]
             self.total[slot] += len(tokens)
-            self.wanted.texts[slot] += tokens
+            self.reference.texts[slot] += tokens
         names = torch.tensor(slots)
         num = torch.tensor([len(came[slot]) for slot in slots], dtype=torch.int32)
         rejected = torch.tensor([7] * n, dtype=torch.int32)
         whose = self.table.is_memory[names].clone()
         self.table.grade(names, sampled, num, rejected, self.total, self.prefill)
-        self.wanted.grade(came)
+        self.reference.grade(came)
         counts, chance = self.table.counts.cpu(), self.table.chance.cpu()
-        np.testing.assert_allclose(counts, self.wanted.counts, rtol=1e-5)
-        np.testing.assert_allclose(chance, self.wanted.chance, rtol=1e-5)
+        np.testing.assert_allclose(counts, self.reference.counts, rtol=1e-5)
+        np.testing.assert_allclose(chance, self.reference.chance, rtol=1e-5)
         seen = self.table.seen[:, :n]
         assert torch.equal(seen[0], torch.where(whose > 0, num.clamp(max=1), num))
         assert torch.equal(seen[1], torch.where(whose > 0, 0, rejected))
@@ -139,9 +139,9 @@ class Rig:
         for i, slot in enumerate(slots):
             stands = drafts[slot]
             if came[slot]:
-                stands, gain = self.wanted.choose(slot, drafts[slot], depth)
+                stands, gain = self.reference.choose(slot, drafts[slot], depth)
                 assert abs(gain) > 1e-5, "no choice here hangs on rounding"
-                self.choices.append((slot, self.wanted.said[slot][1], gain))
+                self.choices.append((slot, self.reference.proposed[slot][1], gain))
                 first = -1 - drafts[slot][0] if gain > 0 else drafts[slot][0]
                 assert self.table.first[i] == first
             assert made[i].tolist() == stands
@@ -163,7 +163,7 @@ def live(window, steps, seed=4):
                 lives[slot] = int(random.integers(3, 14))
         came, drafts = {}, {}
         for slot in [s for s in random.permutation(R).tolist() if lives.get(s)]:
-            text = rig.wanted.texts[slot]
+            text = rig.reference.texts[slot]
             lives[slot] -= 1
             count = int(random.integers(0, K + 2))
             guess, run = follow(text, rig.table.window)
@@ -176,8 +176,8 @@ def live(window, steps, seed=4):
     taken = [bucket for _, bucket, gain in rig.choices if gain > 0]
     left = [bucket for _, bucket, gain in rig.choices if gain < 0 and bucket]
     assert len(taken) > 8 and len(left) > 5
-    assert (rig.wanted.counts[MEMORY, 0].sum(axis=1) > 0).sum() >= 3, "buckets"
-    assert rig.wanted.counts[DRAFT, 1].sum() > 1
+    assert (rig.reference.counts[MEMORY, 0].sum(axis=1) > 0).sum() >= 3, "buckets"
+    assert rig.reference.counts[DRAFT, 1].sum() > 1
 
 
 @pytest.mark.interpreted
@@ -195,15 +195,15 @@ def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
     rig.admit(0, [7] * 1100)
     for _ in range(4):
         rig.step({0: [7] * 3}, drafts)
-    rig.wanted.counts[:] = 0
-    rig.wanted.counts[MEMORY] = 100  # it is believed
-    rig.table.counts.copy_(torch.tensor(rig.wanted.counts))
+    rig.reference.counts[:] = 0
+    rig.reference.counts[MEMORY] = 100  # it is believed
+    rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     assert rig.step({0: [7]}, drafts) == [[7] * K]
     rig.admit(0, [7, 7, 3])  # as the former began: all its matches lie beyond
     assert rig.step({0: []}, drafts) == [[100] * K]
     assert rig.step({0: [7, 7, 7]}, drafts) == [[100] * K]
     # A preempted request comes back as a new one, whose text is longer.
-    rig.admit(0, [*rig.wanted.texts[0], 3, 7])
+    rig.admit(0, [*rig.reference.texts[0], 3, 7])
     assert rig.step({0: [7]}, drafts) == [[7, 3, 7, 7]]
     # What is not copied whole is neither searched nor taken for known.
     names, num = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
@@ -218,8 +218,8 @@ def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
 @pytest.mark.interpreted
 def test_chances_of_what_stands_reach_who_asks():
     rig = Rig()
-    rig.wanted.counts[MEMORY] = 100
-    rig.table.counts.copy_(torch.tensor(rig.wanted.counts))
+    rig.reference.counts[MEMORY] = 100
+    rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     rig.admit(0, [7] * 20)
     rig.admit(2, [1, 2, 3, 4])
     sure = torch.full((R, K + 2), 0.5)[:, 1:-1]

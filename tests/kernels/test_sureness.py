@@ -12,22 +12,22 @@ REQS, DEPTH, VOCAB = 5, 3, 1500
 CPU = torch.device("cpu")
 
 
-def kept(sureness, dtype=torch.float32, rows=(REQS, 4, 2), vocab=VOCAB):
+def filled(sureness, dtype=torch.float32, rows=(REQS, 4, 2), vocab=VOCAB):
     """Fill the table; the table that is right."""
     random = torch.Generator().manual_seed(0)
-    wanted = torch.zeros(REQS, DEPTH)
+    expected = torch.zeros(REQS, DEPTH)
     for step, n in enumerate(rows):
         logits = (4.0 * torch.randn(n, vocab, generator=random)).to(dtype)
         logits[0, 7:] = -torch.inf  # a draft with a vocabulary of its own
         sureness.keep(logits, torch.tensor(step))
-        wanted[:n, step] = logits.float().softmax(-1).amax(-1)
-    return wanted
+        expected[:n, step] = logits.float().softmax(-1).amax(-1)
+    return expected
 
 
 def test_each_step_fills_its_column_for_its_rows():
     sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
-    wanted = kept(sureness)
-    assert torch.equal(sureness.table, wanted)
+    expected = filled(sureness)
+    assert torch.equal(sureness.table, expected)
     assert (sureness.table[2:, 2] == 0.0).all()
 
 
@@ -39,5 +39,5 @@ def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
     sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
     monkeypatch.setattr(torch, "softmax", None)
-    wanted = kept(sureness, dtype, vocab=vocab)
-    torch.testing.assert_close(sureness.table, wanted, rtol=1e-5, atol=1e-6)
+    expected = filled(sureness, dtype, vocab=vocab)
+    torch.testing.assert_close(sureness.table, expected, rtol=1e-5, atol=1e-6)

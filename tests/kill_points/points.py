@@ -158,10 +158,10 @@ def hidden(folder: Path) -> Iterator[Path]:
 
 def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
     """Call it in a fork, which cleans nothing up; None if it was killed."""
-    told, tell = os.pipe()
+    reader, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(told)
+        os.close(reader)
         code, value = 0, None
         signal.alarm(LIMIT_S)
         logging.disable()
@@ -175,7 +175,7 @@ def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             os._exit(code)
     os.close(tell)
-    with open(told, "rb") as file:
+    with open(reader, "rb") as file:
         raw = file.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == KILLED:

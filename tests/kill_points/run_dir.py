@@ -142,19 +142,19 @@ class MovedKey(Key):
 class On(RunDir):
     """Capture is switched off: once that is acknowledged it is for every engine."""
 
-    wanted = True
+    target_state = True
 
     def begin(self) -> None:
         super().begin()
-        if not self.wanted:
+        if not self.target_state:
             Switch(self.run_dir, OFF, str(self.state)).set(True)
 
     def act(self) -> bool:
-        return not Switch(self.run_dir, OFF, str(self.state)).set(self.wanted)
+        return not Switch(self.run_dir, OFF, str(self.state)).set(self.target_state)
 
     def check(self, done: bool) -> None:
         switches = Switches(self.run_dir, str(self.state))
-        assert not done or (OFF in switches.read()) == self.wanted
+        assert not done or (OFF in switches.read()) == self.target_state
         assert set(switches.on) <= {OFF}
         switches.close()
 
@@ -162,7 +162,7 @@ class On(RunDir):
 class Off(On):
     """Capture is switched on again."""
 
-    wanted = False
+    target_state = False
 
 
 class Vanished(RunDir):
@@ -228,8 +228,8 @@ class Purge(RunDir):
         purge.announce_relay(self.run_dir, "e1")
         inbox = purge.PurgeInbox(self.run_dir)
         request = purge.ask(self.run_dir, 7)
-        for found in inbox.pending():
-            inbox.done(found, {"records": 1})
+        for pending in inbox.pending():
+            inbox.done(pending, {"records": 1})
         answered = purge.answers(self.run_dir, request)
         if not answered:
             return False

@@ -83,14 +83,14 @@ class Shards(Spool):
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found[1] == [0, 1]
-        seeds = [found[number] for number in sorted(found)[1:]]
+        stored = seeds_in(self.store)
+        assert stored[1] == [0, 1]
+        seeds = [stored[number] for number in sorted(stored)[1:]]
         assert all(each in ([2, 3], [4]) for each in seeds)
         state = self.engine.read_state()
         if done:
             assert seeds[-2:] == [[2, 3], [4]]
-            assert state is not None and state.last_shard == max(found)
+            assert state is not None and state.last_shard == max(stored)
 
 
 class PurgedRemains(Shards):
@@ -116,9 +116,9 @@ class OldShards(Spool):
         return Bounds(self.store, config).enforce("e1") == 3
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert all(found[number] == [number - 1] for number in found)
-        assert {3, 4} <= set(found)
+        stored = seeds_in(self.store)
+        assert all(stored[number] == [number - 1] for number in stored)
+        assert {3, 4} <= set(stored)
         names = os.listdir(self.folder / "spool/engines/e1/records")
         assert not done or len(names) == 4
 
@@ -178,11 +178,11 @@ class TenantPurge(Spool):
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found.pop(1) == [0] and found.pop(3) == [2]
-        assert found.items() <= {2: [1], 4: [3]}.items()
+        stored = seeds_in(self.store)
+        assert stored.pop(1) == [0] and stored.pop(3) == [2]
+        assert stored.items() <= {2: [1], 4: [3]}.items()
         if done:
-            assert not found
+            assert not stored
             names = os.listdir(self.folder / "spool/engines/e1/records")
             assert len(names) == 4
 
@@ -212,10 +212,10 @@ class PurgedRelay(Spool):
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found.pop(1) == [0]
-        assert all(seeds in ([1, 2], [2]) for seeds in found.values())
-        assert not done or [1, 2] not in found.values()
+        stored = seeds_in(self.store)
+        assert stored.pop(1) == [0]
+        assert all(seeds in ([1, 2], [2]) for seeds in stored.values())
+        assert not done or [1, 2] not in stored.values()
 
 
 class Draft(Spool):
@@ -309,8 +309,8 @@ class Relayed(Spool):
         return state is not None and not state.running
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        seeds = [seed for number in sorted(found) for seed in found[number]]
+        stored = seeds_in(self.store)
+        seeds = [seed for number in sorted(stored) for seed in stored[number]]
         assert seeds == sorted(set(seeds))
         assert set(seeds) <= set(range(4))
         with suppress(publication.WeightsRefused):

@@ -119,10 +119,12 @@ class Saved(Models):
 
     def check(self, done: bool) -> None:
         assert read_config(self.draft)["hidden_size"] == HIDDEN
-        found = read_tensors(self.draft)["fc.weight"]
-        wanted = [TOY.draft(seed).named_tensors()["fc.weight"] for seed in (0, 1)]
+        weight = read_tensors(self.draft)["fc.weight"]
+        expected = [TOY.draft(seed).named_tensors()["fc.weight"] for seed in (0, 1)]
         assert (
-            torch.equal(found, wanted[1]) or not done and torch.equal(found, wanted[0])
+            torch.equal(weight, expected[1])
+            or not done
+            and torch.equal(weight, expected[0])
         )
 
     def tidy(self) -> None:
@@ -215,8 +217,8 @@ class RolledBack(Models):
         return master_of(self._segment.read())
 
     def _holds(self, live: Mapping[str, Tensor], version: int) -> bool:
-        wanted = self._tensors(version)["fc.weight"]
-        return torch.equal(live["fc.weight"], wanted)
+        expected = self._tensors(version)["fc.weight"]
+        return torch.equal(live["fc.weight"], expected)
 
     def act(self) -> bool:
         if self._holds(self._live(), 2):

@@ -179,10 +179,10 @@ class Watch:
             raw = _File(self, file, mode.replace("t", "").replace("b", ""), closefd)
             if buffering == 0:
                 return raw
-            held = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+            buffered = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
             if "b" in mode:
-                return held
-            return io.TextIOWrapper(held, encoding, errors, newline)
+                return buffered
+            return io.TextIOWrapper(buffered, encoding, errors, newline)
 
         io.open = builtins.open = watched_open
 
@@ -193,10 +193,10 @@ class Watch:
             real_init(segment, *args, **more)
             segment.buf = _Memory.of(self, segment.buf)  # type: ignore[assignment]
 
-        def watched_write(buf: Any, fd: int, *rest: Any) -> None:
+        def watched_write(buf: Any, fd: int, *arguments: Any) -> None:
             """Line by line, the frame's first one and the words of page 1 last."""
             after = np.array(buf)
-            real_write(after, fd, *rest)
+            real_write(after, fd, *arguments)
             shown, after = (
                 np.asarray(b).reshape(-1, _LINE_BYTES) for b in (buf, after)
             )

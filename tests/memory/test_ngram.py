@@ -59,8 +59,8 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(texts, step):
         upto = grown
         tokens, match = index.propose(slots, text_of(known, fresh))
         for i, text in enumerate(texts):
-            wanted = search(text[: upto[i]])
-            assert (tokens[i].tolist(), int(match[i])) == wanted
+            expected = search(text[: upto[i]])
+            assert (tokens[i].tolist(), int(match[i])) == expected
 
 
 def test_a_long_text_is_indexed_in_pieces_and_found_whole():
@@ -68,13 +68,13 @@ def test_a_long_text_is_indexed_in_pieces_and_found_whole():
     text = random.integers(0, 50_000, 32_000).tolist()
     text += text[100:120]
     index = NgramIndex(1, 32_768, K)
-    found = []
+    matches = []
     for _ in range(8):  # some thousand tokens of it in each
         view = text_of([text], [[]], len(text))
         tokens, match = index.propose(np.zeros(1, np.int64), view)
-        found.append((tokens[0].tolist(), int(match[0])))
+        matches.append((tokens[0].tolist(), int(match[0])))
     # The first piece has it already; so does the whole.
-    assert found[0] == found[-1] == (text[120 : 120 + K], 16)
+    assert matches[0] == matches[-1] == (text[120 : 120 + K], 16)
 
 
 @settings(max_examples=20, deadline=None)

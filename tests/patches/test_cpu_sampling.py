@@ -144,8 +144,8 @@ def test_top_k_accepts_a_step_without_draft_rows(kernels: Any) -> None:
     nothing = apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
     assert nothing.shape == (0, 8)
     rows = torch.arange(8.0).repeat(2, 1)
-    kept = apply_top_k_only(rows, torch.tensor([2, 8])).isfinite().sum(-1)
-    assert kept.tolist() == [2, 8]
+    num_finite = apply_top_k_only(rows, torch.tensor([2, 8])).isfinite().sum(-1)
+    assert num_finite.tolist() == [2, 8]
 
 
 def chi_square_p(a: list[int], b: list[int]) -> float:
@@ -155,9 +155,9 @@ def chi_square_p(a: list[int], b: list[int]) -> float:
     one, two = Counter(a), Counter(b)
     common = [t for t in one | two if one[t] + two[t] >= 16]
     rows = [[one[t], two[t]] for t in common]
-    rest = [len(a) - sum(r[0] for r in rows), len(b) - sum(r[1] for r in rows)]
-    if sum(rest) >= 16:
-        rows.append(rest)
+    others = [len(a) - sum(r[0] for r in rows), len(b) - sum(r[1] for r in rows)]
+    if sum(others) >= 16:
+        rows.append(others)
     return 1.0 if len(rows) < 2 else float(chi2_contingency(rows).pvalue)
 
 

@@ -182,8 +182,8 @@ def test_an_end_at_any_change_of_a_file_is_named_and_repaired(
     world: World, begin: str, action: str, how: str
 ) -> None:
     before = begun(world, begin)
-    kept, states = world.site.parent / "kept", []
-    copy(world.site, kept)
+    saved, states = world.site.parent / "kept", []
+    copy(world.site, saved)
     for moment in range(100):
         code, _ = stop(world, action, how, moment)
         if code == 0:
@@ -193,12 +193,12 @@ def test_an_end_at_any_change_of_a_file_is_named_and_repaired(
         assert states[-1] is seen(world, before)
         for name in ("a", "b", "c"):
             same = (world.package / f"{name}.py").read_bytes() == (
-                kept / "vllm" / f"{name}.py"
+                saved / "vllm" / f"{name}.py"
             ).read_bytes()
             cached = world.package / "__pycache__" / f"{name}.cpython-311.pyc"
             assert same or not cached.exists()
         check_repairs(world, before)
-        copy(kept, world.site)
+        copy(saved, world.site)
     assert len(states) >= (2 if how == "tear" else 6)
     assert how == "tear" or PatchState.STALE in states
 
@@ -209,10 +209,10 @@ def test_a_failure_at_any_change_of_a_file_is_one_sentence(
     world: World, begin: str, action: str
 ) -> None:
     before = begun(world, begin)
-    kept, start, sentences = world.site.parent / "kept", world.status(), set()
-    copy(world.site, kept)
+    saved, start, sentences = world.site.parent / "kept", world.status(), set()
+    copy(world.site, saved)
     for moment in range(100):
-        code, said = stop(world, action, "fail", moment)
+        code, output = stop(world, action, "fail", moment)
         if code == 0:
             break
         assert world.status() is seen(world, before)
@@ -222,18 +222,18 @@ def test_a_failure_at_any_change_of_a_file_is_one_sentence(
             assert world.status() is (
                 PatchState.APPLIED if action == "apply" else PatchState.ABSENT
             )
-        elif "restored to pristine" in said:
+        elif "restored to pristine" in output:
             assert world.status() is PatchState.ABSENT
-        elif "the user who installed" in said:
+        elif "the user who installed" in output:
             assert world.status() is start
         else:
-            assert "either repairs it first" in said
+            assert "either repairs it first" in output
             assert action == "revert"
         if code == 5:
-            assert said.count("\n") == 1
-            sentences.add(said.partition("(")[0].split()[0])
+            assert output.count("\n") == 1
+            sentences.add(output.partition("(")[0].split()[0])
         check_repairs(world, before)
-        copy(kept, world.site)
+        copy(saved, world.site)
     assert sentences == {"Cannot", "Changing"}
 
 
@@ -293,8 +293,8 @@ def test_lost_originals_are_one_sentence(
         world.revert()
     places = ["--target", str(world.site), "--patches", str(world.patches)]
     assert main(["patch", "check", *places]) != 0
-    said = capsys.readouterr()
-    assert "saved original of vllm/a.py is gone" in said.out + said.err
+    output = capsys.readouterr()
+    assert "saved original of vllm/a.py is gone" in output.out + output.err
 
 
 def test_hard_linked_package_cache_is_not_written_through(world: World) -> None:

@@ -24,8 +24,8 @@ def test_every_patch_keeps_the_law(patch: patching.Patch) -> None:
     mail, _, body = patch.header.partition("\n\n")
     subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", mail, re.M)
     assert subject is not None
-    words = " ".join(subject[1].split()).lower()
-    assert re.sub(r"[^a-z0-9]+", "-", words).strip("-") == patch.name
+    text = " ".join(subject[1].split()).lower()
+    assert re.sub(r"[^a-z0-9]+", "-", text).strip("-") == patch.name
     body = re.sub(r"[ \t]*\n[ \t]+", " ", body)
     fields = dict(re.findall(r"^([A-Z][A-Za-z-]+):[ \t]+(.*)$", body, re.M))
     assert all(fields.get(name) for name in FIELDS)

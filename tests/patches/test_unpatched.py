@@ -25,13 +25,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 report = []
 for value in sys.argv[1:]:
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            found = parser.parse_args(["--speculative-config", value])
-        report.append(found.speculative_config)
+        with contextlib.redirect_stderr(stderr):
+            args = parser.parse_args(["--speculative-config", value])
+        report.append(args.speculative_config)
     except SystemExit as ended:
-        report.append([ended.code, said.getvalue()])
+        report.append([ended.code, stderr.getvalue()])
 try:
     EngineArgs.create_speculative_config(Args(speculative_config={"tide": {}}))
 except ValueError as error:
@@ -72,11 +72,11 @@ def test_an_unpatched_vllm_names_the_command(tmp_path):
     done = run(PROBE, str(ours), '{"tide": {}}', plain, str(other), path=pristine)
     lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
     assert lines, done.stderr[-3000:]
-    told = json.loads(lines[-1].removeprefix("REPORT "))
-    file, inline, theirs, foreign, offline = told
-    for code, said in (file, inline):
+    results = json.loads(lines[-1].removeprefix("REPORT "))
+    file, inline, theirs, foreign, offline = results
+    for code, stderr in (file, inline):
         assert code == 2
-        assert said.splitlines()[-1].endswith(f"-sc: {SENTENCE}")
+        assert stderr.splitlines()[-1].endswith(f"-sc: {SENTENCE}")
     assert offline == SENTENCE
     assert theirs == json.loads(plain)
     assert foreign[0] == 2 and SENTENCE not in foreign[1]

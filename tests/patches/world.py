@@ -122,9 +122,9 @@ class World:
         }
 
 
-def git(folder: Path, *words: str) -> bytes:
+def git(folder: Path, *args: str) -> bytes:
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     done = subprocess.run(
-        ["git", *words], cwd=folder, env=env, capture_output=True, check=True
+        ["git", *args], cwd=folder, env=env, capture_output=True, check=True
     )
     return done.stdout

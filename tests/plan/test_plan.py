@@ -277,8 +277,8 @@ def test_the_command_recommends_training(cluster_file, tmp_path, capsys):
     example = tmp_path / "example.json"
     example.write_text(capsys.readouterr().out)
     out = tmp_path / "plan.json"
-    words = ["plan", "--cluster", str(example)]
-    assert main([*words, "--json", "--output", str(out)]) == main(words) == 0
+    argv = ["plan", "--cluster", str(example)]
+    assert main([*argv, "--json", "--output", str(out)]) == main(argv) == 0
     text = capsys.readouterr().out
     assert "Train: TIDE, switching serves most on 8 H100 and 4 MI250." in text
     plan = json.loads(out.read_text())

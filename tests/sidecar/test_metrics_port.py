@@ -42,9 +42,9 @@ def ended(connection):
 def test_idle_connections_are_few_and_the_oldest_give_way(port, capfd):
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(port)) for _ in range(100)]
+        connections = [stack.enter_context(connect(port)) for _ in range(100)]
         assert 'trainer_cycles_total{model_name="m"}' in scrape(port)
-        assert all(ended(connection) for connection in held[:80])
+        assert all(ended(connection) for connection in connections[:80])
         until = time.monotonic() + 30
         while threading.active_count() - threads > 16:
             assert time.monotonic() < until, threading.enumerate()

@@ -86,7 +86,7 @@ def tenants_in(store):
 def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
     acme, seen = tenant_id("acme", tenant_key(tmp_path)), []
     trainer_says(tmp_path)
-    told = (
+    arguments = (
         (["--tenant", "acme"], acme),
         (["--tenant-id", "00ff"], 255),
         (["--all"], None),
@@ -94,18 +94,18 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
 
     def answer():
         inbox = PurgeInbox(tmp_path)
-        while len(seen) < len(told):
+        while len(seen) < len(arguments):
             for request in inbox.pending():
                 seen.append(request.tenant)
                 inbox.done(request, {"samples": 2, "tokens": 40})
             time.sleep(0.01)
 
     trainer = background(answer)
-    for more, _ in told:
+    for more, _ in arguments:
         assert call(tmp_path, *more) == 0
         assert not list(tmp_path.glob("purge*"))
     trainer.join()
-    assert seen == [tenant for _, tenant in told]
+    assert seen == [tenant for _, tenant in arguments]
     out = capsys.readouterr().out
     assert f"purge of tenant {acme:016x}" in out
     assert out.count(f"trainer {os.getpid()}: removed 2 samples, 40 tokens") == 3
@@ -131,10 +131,10 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert "no tenant key" in capsys.readouterr().err
     now = tenant_key(run_dir)
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert "nothing was removed, as the tenants' key is" in said.err
-    assert key_id(before) in said.err and key_id(now) in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert "nothing was removed, as the tenants' key is" in captured.err
+    assert key_id(before) in captured.err and key_id(now) in captured.err
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
     # The same where only a trainer's buffers hold such data.
     run_dir.mkdir(mode=0o700, exist_ok=True)
@@ -261,13 +261,13 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
             time.sleep(0.01)
 
     thread = background(answer)
-    told = ["--tenant-id", "ff", "--timeout", "0.5"]
-    assert call(engine.run_dir, *told) == EXIT_NO
+    arguments = ["--tenant-id", "ff", "--timeout", "0.5"]
+    assert call(engine.run_dir, *arguments) == EXIT_NO
     assert "ring of engine e1 is not empty and has no" in capsys.readouterr().err
     reader = RingReader.attach(engine.ring.name)
     assert reader.read().tenant == 255
     reader.close()
-    assert call(engine.run_dir, *told) == 0
+    assert call(engine.run_dir, *arguments) == 0
     thread.join()
 
 

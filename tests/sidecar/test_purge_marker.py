@@ -45,12 +45,12 @@ def in_ring(ring: RingWriter) -> int:
 def in_tensors() -> int:
     """In any tensor alive in this process, whatever shares its memory."""
     gc.collect()
-    found = 0
+    count = 0
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.device.type == "cpu":
             raw = torch.empty(0, dtype=torch.uint8).set_(thing.untyped_storage())
-            found += traces(raw.numpy().tobytes())
-    return found
+            count += traces(raw.numpy().tobytes())
+    return count
 
 
 def plant(engine: Engine, requests: int, finished: bool = True) -> None:

@@ -197,8 +197,8 @@ def test_ring_does_not_fill_during_a_cycle(engine):
 def test_features_of_other_layers_are_refused(tmp_path):
     engine = Engine(tmp_path, layers=(1, 2, 4))
     try:
-        said = r"captured layers \(1, 2, 4\) differ from the draft's \(1, 2, 3\)"
-        with pytest.raises(DraftError, match=said):
+        message = r"captured layers \(1, 2, 4\) differ from the draft's \(1, 2, 3\)"
+        with pytest.raises(DraftError, match=message):
             attach(engine)
     finally:
         engine.close()
@@ -256,10 +256,10 @@ def test_a_command_that_waits_for_an_engine_stops_gracefully(kind, tmp_path):
     """A container's first process is not ended by a signal that it does not handle."""
     process = command(kind, "--run-dir", tmp_path, "--wait")
     # Until it waits, or has ended.
-    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
+    lines = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
     process.terminate()
     _, more = process.communicate()
-    assert process.returncode == 0, (*said, more)
+    assert process.returncode == 0, (*lines, more)
 
 
 def serve_until_killed(folder, tell):
@@ -274,7 +274,7 @@ def serve_until_killed(folder, tell):
 def test_the_command_ends_or_waits_for_the_next_engine_when_one_is_killed(
     tmp_path, waits
 ):
-    engine, told = child_that_tells(serve_until_killed, tmp_path)
+    engine, names = child_that_tells(serve_until_killed, tmp_path)
     run_dir = tmp_path / "run"
     trainer = command("train", "--run-dir", run_dir, *["--wait"] * waits)
     until(lambda: state_of(run_dir) == "waiting")
@@ -287,6 +287,6 @@ def test_the_command_ends_or_waits_for_the_next_engine_when_one_is_killed(
     _, errors = trainer.communicate(timeout=60)
     assert trainer.returncode == 0, errors
     # It reclaimed what the killed engine left.
-    assert len(told.split()) == 2
-    assert not [n for n in told.split() if os.path.exists(f"{SHM_DIR}/{n}")]
+    assert len(names.split()) == 2
+    assert not [n for n in names.split() if os.path.exists(f"{SHM_DIR}/{n}")]
     assert not list(run_dir.glob("engine-*.json"))

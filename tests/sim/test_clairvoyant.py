@@ -61,11 +61,11 @@ def test_nothing_beats_it(seed, model):
     survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
     shown = batch(n, rng.integers(0, top + 1, n))
     survival[np.arange(top) >= shown.caps[:, None]] = 0.0
-    found = judge(survival, n, model, shown)
+    best = judge(survival, n, model, shown)
     rate, steps, lengths = brute(survival, model, shown)
-    assert found.rate.max() == pytest.approx(rate, rel=1e-6)
-    taken = found.lengths(int(found.rate.argmax()), n)
-    assert int(found.rate.argmax()) == steps
+    assert best.rate.max() == pytest.approx(rate, rel=1e-6)
+    taken = best.lengths(int(best.rate.argmax()), n)
+    assert int(best.rate.argmax()) == steps
     assert taken.tolist() == list(lengths)
 
 

@@ -19,8 +19,8 @@ def top(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*args):
-        words = ["--run-dir", str(tmp_path / "run"), "--once", "--interval", "0.05"]
-        return main(["top", *words, *args]), capsys.readouterr().out
+        argv = ["--run-dir", str(tmp_path / "run"), "--once", "--interval", "0.05"]
+        return main(["top", *argv, *args]), capsys.readouterr().out
 
     return run
 

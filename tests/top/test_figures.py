@@ -92,8 +92,8 @@ SPEED = {"plain_step_seconds": 5.0, "step_seconds": 4.0}
 
 def verdict(before=None, after=None, *trainers, pages=True):
     """Verdict after ten seconds beside trainers with these changed fields."""
-    looks = [trainer_figures("e1", status(**fields), 1.0) for fields in trainers]
-    samples = [replace(s, trainers=looks) for s in history(before, after)]
+    snapshots = [trainer_figures("e1", status(**fields), 1.0) for fields in trainers]
+    samples = [replace(s, trainers=snapshots) for s in history(before, after)]
     if not pages:
         samples = [replace(s, pages={}) for s in samples]
     (one,) = make_picture(samples, "")["helping"]
@@ -138,11 +138,14 @@ def test_nothing_drafted_is_told_apart_from_drafting_left_off():
     assert verdict(none, some)[1] == "Not known: nothing drafted lately."
     never = {"drafts": 0, "accepted_tokens": 0}
     assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
-    rested = {"control_steps": 600, "steps_without_drafts": {"no_gain": 190, "slo": 10}}
-    helps, sentence = verdict(none, none | rested)
+    idle_report = {
+        "control_steps": 600,
+        "steps_without_drafts": {"no_gain": 190, "slo": 10},
+    }
+    helps, sentence = verdict(none, none | idle_report)
     assert helps is False
     assert "drafting is off in 100% of steps (no_gain 100)" in sentence
-    rested["steps_without_drafts"] = {"no_gain": 185, "slo": 10}  # a few explore
-    helps, sentence = verdict({}, rested)
+    idle_report["steps_without_drafts"] = {"no_gain": 185, "slo": 10}  # a few explore
+    helps, sentence = verdict({}, idle_report)
     assert helps is False
     assert sentence.startswith("Does not help yet: drafting is off in 95% of steps")

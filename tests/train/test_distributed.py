@@ -32,7 +32,7 @@ SAVED = 4
 class Pair:
     """Two ranks of `rank_child` as processes."""
 
-    def __init__(self, out: Path, **told: Any) -> None:
+    def __init__(self, out: Path, **options: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -50,7 +50,7 @@ class Pair:
                     sys.executable,
                     "-m",
                     "tests.train.rank_child",
-                    json.dumps({"out": str(out), **told}),
+                    json.dumps({"out": str(out), **options}),
                 ],
                 env={**os.environ, **common, "RANK": str(rank)},
                 stderr=subprocess.PIPE,
@@ -160,7 +160,7 @@ def test_two_ranks_give_the_curve_of_one(one_rank, tmp_path):
 def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
     """Also: two ranks go on from a checkpoint of one, and two from one of two."""
     losses, _, first = one_rank
-    told = {"directory": str(tmp_path / "saved"), "last": STEPS}
+    options = {"directory": str(tmp_path / "saved"), "last": STEPS}
     segment = WeightsSegment.create(1 << 20)
     try:
         pair = Pair(
@@ -169,7 +169,7 @@ def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
             save=SAVED + 2,
             segment=segment.name,
             die_in=4,  # its fourth step: one after the checkpoint is done
-            **told,
+            **options,
         )
         pair.ranks[1].wait(timeout=60)
         died = time.monotonic()
@@ -193,6 +193,6 @@ def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
     finally:
         segment.close()
 
-    got = Pair(tmp_path / "again", load=str(path), **told).result()
+    got = Pair(tmp_path / "again", load=str(path), **options).result()
     assert got["state"] == SAVED + 2
     assert_same_curve(got["losses"], losses[SAVED + 2 :])

@@ -198,15 +198,15 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     load = Mock(side_effect=starved("allocator"))
     monkeypatch.setattr(sidecar.TargetRows, "load", load)
     assert main(["train", "--run-dir", str(engine.run_dir), *more]) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
+    message = capsys.readouterr().err.strip().splitlines()[-1]
     what = "the draft and the target's"
-    assert said.startswith(
+    assert message.startswith(
         f"error: tide.train.device: 'cuda:0' is out of memory for {what}"
     )
 
 
 def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
-    held, cleared = [], []
+    free, cleared = [], []
 
     class Attached:
         """Refers to itself, as a sidecar does."""
@@ -215,10 +215,10 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
         status = stop = None
 
         def __init__(self, feeds, *args):
-            assert all(one() is None for one in held)
+            assert all(one() is None for one in free)
             self.feeds, self.me = feeds, self
-            self.state = "stopped" if held else "engine_gone"
-            held.append(weakref.ref(self))
+            self.state = "stopped" if free else "engine_gone"
+            free.append(weakref.ref(self))
 
         def run(self, once):
             self.feeds.close()
@@ -227,13 +227,13 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
     monkeypatch.setattr(sidecar, "Sidecar", Attached)
     monkeypatch.setattr(sidecar, "describe", lambda attached: "")
     monkeypatch.setattr(sidecar, "prepare_process", lambda *args, **kwargs: None)
-    monkeypatch.setattr(gpu, "release_cache", lambda: cleared.append(len(held)))
+    monkeypatch.setattr(gpu, "release_cache", lambda: cleared.append(len(free)))
     gc.disable()  # or it may come by itself
     try:
         assert main(["train", "--run-dir", str(engine.run_dir), "--wait"]) == 0
     finally:
         gc.enable()
-    assert len(held) == 2 and cleared == [1]
+    assert len(free) == 2 and cleared == [1]
 
 
 @pytest.mark.gpu
@@ -243,7 +243,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
     "loss", [{"forward_kl": 1.0}, {"lk_hybrid": 1.0, "next_token": 0.5}]
 )
 def test_steps_are_those_of_a_cpu(attention, loss):
-    toy, found = ToyTarget(), {}
+    toy, results = ToyTarget(), {}
     documents = [toy.document(i, 40, 3, i) for i in range(6)]
     for place, attends in (("cpu", "packed"), ("cuda", attention)):
         rows = TargetRows(embed := toy.embed.to(place), head := toy.head.to(place))
@@ -252,5 +252,5 @@ def test_steps_are_those_of_a_cpu(attention, loss):
         step = TrainStep(draft, rows, config)
         losses = [step.run(pack(documents)).loss for _ in range(5)]
         seen = evaluate(draft, rows, documents, 3, attention=attends)
-        found[place] = [*losses, seen.acceptance("mass")]
-    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-2)
+        results[place] = [*losses, seen.acceptance("mass")]
+    assert results["cuda"] == pytest.approx(results["cpu"], rel=2e-2)

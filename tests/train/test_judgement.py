@@ -55,9 +55,11 @@ def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
 
 @pytest.mark.nightly
 def test_the_gate_keeps_what_it_promises():
-    found = judges.gate_rows(0)
-    by_gain = {row["true_gain"]: row for row in reversed(found)}
-    assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
+    verdict = judges.gate_rows(0)
+    by_gain = {row["true_gain"]: row for row in reversed(verdict)}
+    assert all(
+        r["published"] <= 0.05 * r["runs"] for r in verdict if not r["true_gain"]
+    )
     tenth = by_gain[0.1]
     assert tenth["published_within_60"] >= 0.9 * tenth["runs"]
     assert by_gain[0.3]["published"] == by_gain[0.3]["runs"]
@@ -173,8 +175,8 @@ def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
     for pair in (worse, broken):
         evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
         nothing = judges.pair_of({})
-        found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
-        assert found.harmful and not found.publish
+        verdict = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
+        assert verdict.harmful and not verdict.publish
 
 
 def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
@@ -183,9 +185,9 @@ def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
     spoilt = judges.pair_of(dict.fromkeys(range(30, 40), -0.2))
     for steps, publish in ((0, True), (8, False)):
         evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
-        found = judge(steps, 0.0, spoilt, good, TrainConfig(), "served", evidence)
-        assert found.publish is publish
-        assert ("held-out requests got worse" in found.reason) != publish
+        verdict = judge(steps, 0.0, spoilt, good, TrainConfig(), "served", evidence)
+        assert verdict.publish is publish
+        assert ("held-out requests got worse" in verdict.reason) != publish
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,8 @@ def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
 )
 def test_few_requests_or_a_large_error_make_no_candidate_harmful(gains, harmful):
     nothing, pair = judges.pair_of({}), judges.pair_of(dict(enumerate(gains)))
-    found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", Evidence())
-    assert found.harmful is harmful and found.gain < -0.3
+    verdict = judge(1, 0.0, nothing, pair, TrainConfig(), "served", Evidence())
+    assert verdict.harmful is harmful and verdict.gain < -0.3
 
 
 # --------------------------------------------------------------------- form served

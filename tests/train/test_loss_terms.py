@@ -118,8 +118,8 @@ def _listed(
     ids: list[list[int]], p: list[list[float]], tail: list[float], vocab: VocabMap
 ) -> TopKTeacher:
     logs = torch.tensor(p, dtype=torch.float64).log()
-    rest = torch.tensor(tail, dtype=torch.float64).log()
-    return TopKTeacher.from_topk(TopK(torch.tensor(ids).int(), logs, rest), vocab)
+    other = torch.tensor(tail, dtype=torch.float64).log()
+    return TopKTeacher.from_topk(TopK(torch.tensor(ids).int(), logs, other), vocab)
 
 
 def test_tail_that_the_draft_gives_nothing():

@@ -37,9 +37,11 @@ def _seed():
     torch.manual_seed(0)
 
 
-def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeacher:
+def _teacher(
+    hidden: torch.Tensor, rows: torch.Tensor, target_ids=None
+) -> HiddenTeacher:
     target = TargetRows(rows, rows)
-    return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, kept)
+    return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, target_ids)
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
@@ -60,7 +62,9 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     expected[2] = expected[0]  # discard that filters nothing
     used = torch.ones(3, ROWS, dtype=torch.bool)
     used[:2, 5:], used[2, :5] = False, False
-    wanted = torch.autograd.grad((expected * used * weights).sum() * 3, [normed, head])
+    expected_grads = torch.autograd.grad(
+        (expected * used * weights).sum() * 3, [normed, head]
+    )
     mix = LossMix(
         {"forward_kl": 1.0, "next_token": 1.0, "discard": 1.0}, discard_topk=VOCAB
     )
@@ -70,7 +74,7 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     )
     torch.testing.assert_close(values, (expected * used).detach(), rtol=0, atol=1e-13)
     ours = torch.autograd.grad(total * 3, [normed, head])
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
+    torch.testing.assert_close(ours, expected_grads, rtol=0, atol=1e-13)
 
 
 def _with_branch(sample: Sample, position: int, size: int) -> Sample:
@@ -117,16 +121,16 @@ def _reference_loss(
             log_q = (draft.tensor("lm_head.weight") @ out[r]).log_softmax(-1)
             y = batch.teacher[t]
             p = (TOY.head @ y).softmax(-1)
-            found = {}
+            losses = {}
             if at >= trunk:
                 top = p.topk(loss_terms.DISCARD_TOPK)
                 f = top.values / top.values.sum()
-                found["discard"] = (f * (f.log() - log_q[top.indices])).sum()
+                losses["discard"] = (f * (f.log() - log_q[top.indices])).sum()
             else:
-                found["forward_kl"] = (p * (p.log() - log_q)).sum()
+                losses["forward_kl"] = (p * (p.log() - log_q)).sum()
                 if t + 1 < starts[d + 1]:
-                    found["next_token"] = -log_q[batch.tokens[t + 1]]
-            for name, value in found.items():
+                    losses["next_token"] = -log_q[batch.tokens[t + 1]]
+            for name, value in losses.items():
                 steps = kinds.setdefault(name, [[] for _ in outputs])
                 steps[i].append((batch.keys[d], value))
     total = torch.zeros(())
@@ -146,14 +150,14 @@ def test_loss_of_a_batch_is_the_sum_of_per_step_means():
     config = TrainConfig(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
     draft, batch = TOY.draft(), pack(_documents())
     made = TrainStep(draft, TOY.rows, config)
-    found = made.loss_of(batch)
-    assert found is not None
-    total, sums = found
+    losses = made.loss_of(batch)
+    assert losses is not None
+    total, sums = losses
     expected = _reference_loss(draft, batch, config)
     assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     ours = torch.autograd.grad(total, made.parameters)
-    wanted = torch.autograd.grad(expected, made.parameters)
-    for a, b in zip(ours, wanted, strict=True):
+    expected_grads = torch.autograd.grad(expected, made.parameters)
+    for a, b in zip(ours, expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert sums.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
     weighted = sum(x * 0.8**i for i, x in enumerate(sums.step_losses))

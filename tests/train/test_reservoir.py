@@ -23,7 +23,7 @@ KNOBS = {
     "holdout_share": 0.3,
 }
 TRAIN_KEYS = [k for k in range(4000) if not in_holdout(k, 0.3)]
-HELD_KEYS = [k for k in range(4000) if in_holdout(k, 0.3)]
+HOLDOUT_KEYS = [k for k in range(4000) if in_holdout(k, 0.3)]
 
 
 @pytest.fixture(autouse=True)
@@ -109,14 +109,14 @@ def test_counts_agree_with_what_is_held_whatever_happens():
             assert tokens == sum(s.num_tokens for s in side)
             assert all(s.num_trained for s in side)
         assert {id(s) for s in buffer.fresh} <= {id(s) for s in buffer.train}
-        held = Counter(trained(buffer, key))
-        assert not held or max(held.values()) == 1
+        counts = Counter(trained(buffer, key))
+        assert not counts or max(counts.values()) == 1
 
 
 # -------------------------------------------------------------------- duplicates
 
 
-@pytest.mark.parametrize("keys", [TRAIN_KEYS, HELD_KEYS])
+@pytest.mark.parametrize("keys", [TRAIN_KEYS, HOLDOUT_KEYS])
 def test_a_recomputed_document_replaces_the_one_before(keys):
     buffer, _ = buffer_of()
     old, new = document(keys[0]), document(keys[0])
@@ -124,8 +124,8 @@ def test_a_recomputed_document_replaces_the_one_before(keys):
     buffer.add(old)
     buffer.add(document(keys[1]))
     buffer.add(new)
-    (held,) = [s for s in [*buffer.train, *buffer.holdout] if s.key == keys[0]]
-    assert torch.equal(held.features, new.features)
+    (holdout,) = [s for s in [*buffer.train, *buffer.holdout] if s.key == keys[0]]
+    assert torch.equal(holdout.features, new.features)
     assert buffer.evicted["duplicate"] == 20
 
 
@@ -156,8 +156,10 @@ def test_a_branch_is_held_once():
     old = replace(whole, branches=(branch(5), branch(18)))
     buffer.add(old)
     buffer.add(replace(part(whole, 10, 20), branches=(branch(18, 7),)))
-    found = [(b.position, int(b.tokens[0])) for s in buffer.train for b in s.branches]
-    assert found == [(5, 0), (18, 7)]
+    branches = [
+        (b.position, int(b.tokens[0])) for s in buffer.train for b in s.branches
+    ]
+    assert branches == [(5, 0), (18, 7)]
 
 
 # ------------------------------------------------------------------------ tenants
@@ -169,14 +171,14 @@ def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
         buffer.add(document(key, tenant=1))
     for key in TRAIN_KEYS[20:400]:
         buffer.add(document(key, tenant=2))
-    held = Counter(s.tenant for s in buffer.train)
-    assert held[2] == 1024 // 20
-    assert held[1] == 20
+    counts = Counter(s.tenant for s in buffer.train)
+    assert counts[2] == 1024 // 20
+    assert counts[1] == 20
     assert buffer.evicted["train"] == 0
     # Its own oldest went, not the others'.
     newest = [s.key for s in buffer.train if s.tenant == 2]
-    assert newest == TRAIN_KEYS[400 - held[2] : 400]
-    for key in HELD_KEYS[:200]:  # and on the held-out side
+    assert newest == TRAIN_KEYS[400 - counts[2] : 400]
+    for key in HOLDOUT_KEYS[:200]:  # and on the held-out side
         buffer.add(document(key, tenant=2))
     assert buffer.holdout_tokens <= 256
     for key in TRAIN_KEYS[400:500]:  # who has no name has no bound
@@ -256,10 +258,10 @@ def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
 
 def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
     buffer, clock = buffer_of()  # 51 windows of 20 tokens
-    for key in HELD_KEYS[:60]:
+    for key in HOLDOUT_KEYS[:60]:
         buffer.add(document(key, tenant=1))
     clock.now += 601
-    for key in HELD_KEYS[60:300]:
+    for key in HOLDOUT_KEYS[60:300]:
         buffer.add(document(key, tenant=key % 2 * 2))
     left = Counter(s.tenant for s in buffer.holdout)
     assert left[1] <= 3 and min(left[0], left[2]) > 15
@@ -306,20 +308,22 @@ def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
 
 def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
     buffer, _ = buffer_of()
-    for key in HELD_KEYS[:30]:
+    for key in HOLDOUT_KEYS[:30]:
         buffer.add(document(key))
-    held = [s.key for s in buffer.holdout]
-    scored = set(held[:-5])
+    holdout = [s.key for s in buffer.holdout]
+    scored = set(holdout[:-5])
     seen = Counter()
-    for turn in range(30):
-        chosen, others = buffer.split_holdout(scored, 100, turn)
-        found = [s.key for s in chosen + others]
-        assert len(set(found)) == len(found) and set(found) <= set(held)
+    for evaluation in range(30):
+        chosen, others = buffer.split_holdout(scored, 100, evaluation)
+        keys = [s.key for s in chosen + others]
+        assert len(set(keys)) == len(keys) and set(keys) <= set(holdout)
         assert sum(s.num_tokens for s in others) == 100
-        assert set(held[-5:]) <= {s.key for s in chosen}
+        assert set(holdout[-5:]) <= {s.key for s in chosen}
         assert sum(s.num_tokens for s in chosen if s.key in scored) == 100
         seen.update(s.key for s in chosen)
-    assert set(seen) == set(held)
+    assert set(seen) == set(holdout)
     assert buffer.split_holdout(scored, 10**6, 0)[1] == []
     assert buffer.split_holdout((), 0, 0)[1] == []
-    assert all(any(buffer.split_holdout(held, 1, turn)) for turn in range(30))
+    assert all(
+        any(buffer.split_holdout(holdout, 1, evaluation)) for evaluation in range(30)
+    )

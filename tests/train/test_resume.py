@@ -142,9 +142,9 @@ def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
     trainer.add_samples(documents_of(random.Random(1), 12))
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
-    held = [*trainer.buffer.train, *trainer.buffer.holdout]
-    rows = [s.features.numpy().tobytes()[:32] for s in held]
-    rows += [s.tokens.numpy().tobytes() for s in held]
+    documents = [*trainer.buffer.train, *trainer.buffer.holdout]
+    rows = [s.features.numpy().tobytes()[:32] for s in documents]
+    rows += [s.tokens.numpy().tobytes() for s in documents]
     for file in path.iterdir():
         raw = file.read_bytes()
         assert not any(row in raw for row in rows)

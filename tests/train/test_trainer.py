@@ -171,10 +171,10 @@ def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
     trainer.train_cycle()
     rng = random.Random(9)
     trainer.add_samples(documents_of(rng, 40))
-    held = {s.key for s in trainer.buffer.holdout}
+    holdout = {s.key for s in trainer.buffer.holdout}
 
     def gain(sample):
-        return (-lost if sample.key in held else 1.0) * (1 + sample.key % 3 / 20)
+        return (-lost if sample.key in holdout else 1.0) * (1 + sample.key % 3 / 20)
 
     set_gains(trainer, gain)
     trainer._live_scores.keep(())  # of the real evaluation
@@ -284,14 +284,17 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     counted: Counter[str] = Counter()
 
     def counting(draft, target, samples, depth, **kwargs):
-        found = evaluate(draft, target, samples, depth, **kwargs)
-        counted["live" if draft is trainer.live else "new"] += found.num_rows
-        return found
+        evaluation = evaluate(draft, target, samples, depth, **kwargs)
+        counted["live" if draft is trainer.live else "new"] += evaluation.num_rows
+        return evaluation
 
     monkeypatch.setattr("vllm_tide.train.trainer.evaluate", counting)
     results = [trainer.train_cycle() for _ in range(3)]
-    held = trainer.evaluate(trainer.live).num_rows
-    assert (counted["live"], counted["new"]) == (2 * held, 3 * held)  # and once above
+    num_rows = trainer.evaluate(trainer.live).num_rows
+    assert (counted["live"], counted["new"]) == (
+        2 * num_rows,
+        3 * num_rows,
+    )  # and once above
     exact = trainer.evaluate(trainer.live, samples=trainer.buffer.holdout)
     for result in results:
         for key, row in exact.requests.items():
@@ -299,11 +302,11 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     trainer.published()
     counted.clear()
     trainer.train_cycle()
-    assert counted["live"] == held  # another draft
+    assert counted["live"] == num_rows  # another draft
     counted.clear()
     trainer.add_samples(documents_of(random.Random(3), 9))
     trainer.train_cycle()
-    assert 0 < counted["live"] < held  # the new requests alone
+    assert 0 < counted["live"] < num_rows  # the new requests alone
 
 
 def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkeypatch):
@@ -314,12 +317,12 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
 
     def evaluate(draft=None, progress=None, samples=None):
         nonlocal purges
-        found = whole(draft, progress, samples)
-        held = in_holdout(samples[0].key, trainer.config.holdout_share)
-        if draft is trainer.live and held:  # held-out requests that are new
+        evaluation = whole(draft, progress, samples)
+        in_share = in_holdout(samples[0].key, trainer.config.holdout_share)
+        if draft is trainer.live and in_share:  # held-out requests that are new
             trainer.purge(tenant=7)  # nobody here, but no score is kept
             purges += 1
-        return found
+        return evaluation
 
     monkeypatch.setattr(trainer, "evaluate", evaluate)
     result = trainer.train_cycle()
@@ -349,14 +352,16 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
 
 def test_evaluations_add_up():
     trainer = toy_trainer()
-    held = trainer.buffer.holdout
-    whole = trainer.evaluate(samples=held)
-    parts = trainer.evaluate(samples=held[:3]) + trainer.evaluate(samples=held[2:])
-    again = trainer.evaluate(samples=[*held, held[2]])
+    holdout = trainer.buffer.holdout
+    whole = trainer.evaluate(samples=holdout)
+    parts = trainer.evaluate(samples=holdout[:3]) + trainer.evaluate(
+        samples=holdout[2:]
+    )
+    again = trainer.evaluate(samples=[*holdout, holdout[2]])
     for form in FORMS:
         assert parts.acceptance(form) == pytest.approx(again.acceptance(form))
     assert parts.num_rows == again.num_rows > whole.num_rows
-    key = held[2].key
+    key = holdout[2].key
     assert parts.requests[key] == pytest.approx(again.requests[key])
 
 

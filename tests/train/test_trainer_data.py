@@ -36,17 +36,17 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def pruned_draft(kept: torch.Tensor) -> Eagle3Draft:
-    vocab = VocabMap.from_target_ids(kept, VOCAB)
-    config = shape(draft_vocab_size=kept.numel())
+def pruned_draft(target_ids: torch.Tensor) -> Eagle3Draft:
+    vocab = VocabMap.from_target_ids(target_ids, VOCAB)
+    config = shape(draft_vocab_size=target_ids.numel())
     return Eagle3Draft.initialise(config, TOY.embed, TOY.head, vocab)
 
 
 def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
-    kept = torch.arange(0, VOCAB, 2)
+    target_ids = torch.arange(0, VOCAB, 2)
     sample = TOY.document(1, 30, 1, 5)
-    result = evaluate(pruned_draft(kept), TOY.rows, [sample], 2)
-    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept]
+    result = evaluate(pruned_draft(target_ids), TOY.rows, [sample], 2)
+    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, target_ids]
     assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
     assert result.reached["greedy"][0] <= result.num_rows
 

@@ -154,14 +154,14 @@ def set_gains(trainer: Trainer, gain: Callable[[Sample], float]) -> None:
     """Let the candidate accept so many tokens more a step than the live draft."""
 
     def evaluate(draft=None, progress=None, samples=None):  # type: ignore[no-untyped-def]
-        found = Evaluation(3)
-        found.reached = {form: [0.0] * 3 for form in FORMS}
+        evaluation = Evaluation(3)
+        evaluation.reached = {form: [0.0] * 3 for form in FORMS}
         for sample in samples:
             more = 0.0 if draft is trainer.live else gain(sample)
-            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
+            evaluation.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
         if progress is not None:
             progress()
-        return found
+        return evaluation
 
     trainer.evaluate = evaluate  # type: ignore[method-assign]
     trainer._differs = True

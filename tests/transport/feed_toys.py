@@ -75,8 +75,8 @@ class FakeFeed:
         tensor = TensorBytes("uint8", (4,), data)
         return Publication(self.latest_version, 0, 0, {}, {"x": tensor})
 
-    def set_collect(self, wanted):
-        self.collect = wanted
+    def set_collect(self, mode):
+        self.collect = mode
 
     def stats(self):
         return {}
@@ -117,14 +117,14 @@ def feeds_of(*fakes):
     return feeds, source
 
 
-def look(feeds):
+def scan(feeds):
     """Look at the engines now, not in a second."""
     feeds._next_scan = 0.0
     return feeds.poll()
 
 
-def rows(found):
-    return {name: sum(r.num_rows for r in records) for name, records in found}
+def rows(batches):
+    return {name: sum(r.num_rows for r in records) for name, records in batches}
 
 
 def publish(feeds, value=1, **more):

@@ -157,9 +157,9 @@ def body_of(record, spec=None):
 
 def frames_of(records, feature_dtype="bfloat16", follows=None):
     """Records with the same arrays, to be written at once."""
-    held = [parts_of(record, feature_dtype) for record in records]
+    record_parts = [parts_of(record, feature_dtype) for record in records]
     n, spans, sources = len(records), [], []
-    for column in zip(*(arrays for _, arrays in held), strict=True):
+    for column in zip(*(arrays for _, arrays in record_parts), strict=True):
         at, sizes = 0, []
         for part in column:
             sizes.append((at, part.nbytes))
@@ -167,7 +167,7 @@ def frames_of(records, feature_dtype="bfloat16", follows=None):
         spans.append(sizes)
         sources.append(np.concatenate([part.ravel() for part in column]))
     return Frames(
-        np.concatenate([meta for meta, _ in held]),
+        np.concatenate([meta for meta, _ in record_parts]),
         np.array(spans, np.int64).swapaxes(0, 1).copy(),
         np.array([False] * n if follows is None else follows),
         tuple(sources),

@@ -71,7 +71,7 @@ class ToyEngine:
         self.spec = make_spec()
         self.ring = RingWriter.create(self.spec, 1 << 20)
         self.weights = WeightsSegment.create(1 << 20)
-        told = {
+        state = {
             "ring": self.ring.name,
             "weights": self.weights.name,
             "target_path": str(target),
@@ -81,7 +81,7 @@ class ToyEngine:
             "tide": {},
             "created_unix": time.time(),
         }
-        self.manifest = make_manifest(engine_id, **{**told, **changes})
+        self.manifest = make_manifest(engine_id, **{**state, **changes})
         write_manifest(self.run_dir, self.manifest)
 
     def serve(self, seeds, num_rows=4):
@@ -144,12 +144,12 @@ def read_all(store, engine="e1", first=1, last=99, attempts=200):
     """Seeds of the records of each shard that can be read, and the reader."""
     reader = SpoolReader(EngineFolder(store, engine), SPEC)
     state = EngineState(first_shard=first, last_shard=last)
-    found = {}
+    records = {}
     for _ in range(attempts):
         shard = reader.fetch(state)
         if shard is not None:
-            found[shard.number] = [r.draft_version for r in shard.records]
-    return found, reader
+            records[shard.number] = [r.draft_version for r in shard.records]
+    return records, reader
 
 
 def seeds_in(store):

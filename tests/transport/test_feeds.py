@@ -10,9 +10,9 @@ from tests.transport.feed_toys import (
     FakeFeed,
     FakeSource,
     feeds_of,
-    look,
     publish,
     rows,
+    scan,
 )
 from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
@@ -28,14 +28,14 @@ def test_busy_engines_share_rows_alike_to_within_a_record_a_turn():
     total = Counter()
     for _ in range(20):
         total.update(rows(feeds.read(limit=10_000, max_rows=2000)))
-    turns = 20 * 2000 / (2 * SHARE_ROWS)
+    num_reads = 20 * 2000 / (2 * SHARE_ROWS)
     assert 0 <= sum(total.values()) - 20 * 2000 <= 20 * 60
-    assert abs(total["small"] - total["large"]) <= turns * 60
+    assert abs(total["small"] - total["large"]) <= num_reads * 60
     # What an engine does not use the others get.
     feeds, _ = feeds_of(FakeFeed("idle", [10] * 3), FakeFeed("busy", [10] * 1000))
-    found = rows(feeds.read(limit=10_000, max_rows=5000))
-    assert found["idle"] == 30
-    assert 4970 <= found["busy"] <= 5000 + 10
+    counts = rows(feeds.read(limit=10_000, max_rows=5000))
+    assert counts["idle"] == 30
+    assert 4970 <= counts["busy"] <= 5000 + 10
 
 
 def test_a_record_larger_than_a_turn_takes_one_turn_and_nobody_starves():
@@ -66,20 +66,20 @@ def test_a_feed_that_fails_is_dropped_and_the_others_go_on(call):
     good, bad = FakeFeed("good", [1] * 10), FakeFeed("bad", [1] * 10)
     feeds, source = feeds_of(good, bad)
     bad.fail = call
-    found = rows(feeds.read())
+    counts = rows(feeds.read())
     feeds.heartbeat()
     changes = feeds.poll()
-    assert found["good"] == 10
+    assert counts["good"] == 10
     assert good.beats == 1
     assert changes.left == {"bad": f"bad cannot {call}"}
     assert feeds.ids == ["good"]
     assert bad.closed
     assert feeds.poll().left == {}
     bad.fail = ""
-    look(feeds)
+    scan(feeds)
     assert feeds.ids == ["good"]  # not at once
     feeds._retry_at.clear()
-    assert look(feeds).joined == ("bad",)
+    assert scan(feeds).joined == ("bad",)
     assert source.opened == {"good": 1, "bad": 2}
 
 
@@ -104,7 +104,7 @@ def test_an_engine_with_another_target_or_shape_does_not_join_and_is_told_why(ca
     source.others = {"b"}
     feeds = Feeds([source])
     for _ in range(3):
-        look(feeds)
+        scan(feeds)
         feeds._retry_at.clear()
     assert feeds.ids == ["a"]  # the newest decides
     assert "serves another target than engine a" in feeds.refused["b"]
@@ -117,12 +117,12 @@ def test_an_engine_that_cannot_be_opened_is_tried_again(caplog):
     a, b = FakeFeed("a"), FakeFeed("b")
     b.fail = "open"
     feeds, source = feeds_of(a, b)
-    look(feeds)
+    scan(feeds)
     assert source.opened["b"] == 1
     assert feeds.refused == {"b": "b cannot open"}
     feeds._retry_at.clear()
     b.fail = ""
-    assert look(feeds).joined == ("b",)
+    assert scan(feeds).joined == ("b",)
     assert feeds.refused == {}
 
 
@@ -131,7 +131,7 @@ def test_who_joins_later_is_told_what_is_collected():
     feeds, source = feeds_of(a)
     feeds.set_collect(Collect.METADATA)
     source.feeds["b"] = b
-    look(feeds)
+    scan(feeds)
     assert (a.collect, b.collect) == (Collect.METADATA, Collect.METADATA)
     feeds.set_collect(Collect.FULL)
     assert (a.collect, b.collect) == (Collect.FULL, Collect.FULL)
@@ -146,14 +146,14 @@ def test_a_head_goes_to_all_and_to_those_that_join_later():
     assert publish(feeds) == 5
     assert list(a.sent) == list(b.sent) == [5]
     source.feeds["c"] = c
-    look(feeds)
+    scan(feeds)
     assert list(c.sent) == [5]
     assert publish(feeds) == 6
     assert list(c.sent) == [5, 6]
     # But one for some engines only, not.
     assert publish(feeds, engines=["b"]) == 7
     source.feeds["d"] = d
-    look(feeds)
+    scan(feeds)
     assert (list(a.sent), list(b.sent), list(d.sent)) == ([5, 6], [5, 6, 7], [6])
     assert feeds.versions()["b"].published == 7
     assert publish(feeds) == 8
@@ -164,7 +164,7 @@ def test_an_engine_ahead_of_the_numbers_gets_the_head_under_one_of_its_own():
     feeds, source = feeds_of(a)
     assert publish(feeds) == 1
     source.feeds["b"] = b
-    look(feeds)
+    scan(feeds)
     assert list(b.sent) == [10]
     b.installed = 10
     versions = feeds.versions()
@@ -178,7 +178,7 @@ def test_an_engine_ahead_of_the_numbers_gets_the_head_under_one_of_its_own():
     feeds.poll()
     b.fail = ""
     feeds._retry_at.clear()
-    look(feeds)
+    scan(feeds)
     assert list(b.sent) == [10, 11]
 
 
@@ -194,7 +194,7 @@ def test_a_head_that_one_engine_cannot_take_goes_to_the_others():
     with pytest.raises(TransportError, match="cannot publish"):
         publish(feeds)
     source.feeds["c"] = c  # it is not sent what no engine got
-    look(feeds)
+    scan(feeds)
     assert list(c.sent) == [1]
 
 
@@ -202,8 +202,8 @@ def test_after_a_restart_the_newest_head_that_was_not_refused_goes_to_all():
     a, b, c = FakeFeed("a", latest=3), FakeFeed("b", latest=7), FakeFeed("c", latest=5)
     b.refused = 7
     feeds, _ = feeds_of(a, b, c)
-    found = feeds.latest()
-    assert found.version == 5
+    latest = feeds.latest()
+    assert latest.version == 5
     assert list(a.sent) == [5]
     assert (b.sent, c.sent) == ({}, {})
     assert feeds.next_version == 8

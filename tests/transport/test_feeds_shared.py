@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.transport.feed_toys import FakeSource, look, publish
+from tests.transport.feed_toys import FakeSource, publish, scan
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
@@ -51,17 +51,17 @@ def until(check, what):
 
 def drain(feeds, engines=(), seconds=5.0, count=None):
     """Identities of what is read, by engine; `count` records or until it is quiet."""
-    found = {name: [] for name in engines}
+    identities = {name: [] for name in engines}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         feeds.poll()
         feeds.heartbeat()
         for name, records in feeds.read():
-            found.setdefault(name, []).extend(identity(r) for r in records)
-        if count is not None and sum(map(len, found.values())) >= count:
+            identities.setdefault(name, []).extend(identity(r) for r in records)
+        if count is not None and sum(map(len, identities.values())) >= count:
             break
         time.sleep(0.005)
-    return found
+    return identities
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
         assert got.version == version
         assert got.tensors["fc.weight"].data.view(np.float32)[0] == 7
     a.weights.report(version)
-    told = feeds.versions()
-    assert (told["a"].installed, told["b"].installed) == (1, 0)
+    versions = feeds.versions()
+    assert (versions["a"].installed, versions["b"].installed) == (1, 0)
     feeds.set_collect(Collect.METADATA)
     assert not a.ring.collect
     assert not b.ring.collect
@@ -168,9 +168,9 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     s.engine.weights.report(1, swap_pause_ms=2.0)
     s.step()
     feed.heartbeat()
-    told = feed.feedback()
-    assert (told.installed_version, told.swap_pause_ms_last) == (1, 2.0)
-    assert told.engine_alive
+    feedback = feed.feedback()
+    assert (feedback.installed_version, feedback.swap_pause_ms_last) == (1, 2.0)
+    assert feedback.engine_alive
     feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
@@ -291,7 +291,7 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     feed.dead, feed._check = False, lambda _name: None
     source.identity = lambda _id: near.identity
     feeds._sources.append(source)
-    assert look(feeds).joined == ("a",)
+    assert scan(feeds).joined == ("a",)
     assert inside.wait(60)
     want = serve_in(near, range(5))
     publish(feeds)
@@ -313,7 +313,7 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     feeds = Feeds([source])
     assert feeds.poll().joined == ("a",)
     c = spooled("c")
-    assert look(feeds).joined == ("c",)
+    assert scan(feeds).joined == ("c",)
     want = {"a": serve_in(a.engine, range(3)), "c": serve_in(c.engine, range(3, 9))}
     a.step()
     c.step()
@@ -342,10 +342,10 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
     feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
     while not (inside.is_set() and "near" in feeds.ids):
         s.step()  # the relay goes on saying that it lives
-        look(feeds)
+        scan(feeds)
         time.sleep(0.01)
     for _ in range(20):
-        look(feeds)
+        scan(feeds)
         feeds.read()
         feeds.heartbeat()
     assert "near" in feeds.ids

@@ -23,9 +23,9 @@ def segments(elf: bytes) -> list[tuple[int, int, int]]:
 
 def test_what_the_loader_has_bound_is_read_only():
     elf = Path(_shm.__file__).read_bytes()
-    found = {kind: (offset, length) for kind, offset, length in segments(elf)}
-    assert PT_GNU_RELRO in found
-    offset, length = found[PT_DYNAMIC]
+    ranges = {kind: (offset, length) for kind, offset, length in segments(elf)}
+    assert PT_GNU_RELRO in ranges
+    offset, length = ranges[PT_DYNAMIC]
     tags = dict(struct.iter_unpack("<QQ", elf[offset : offset + length]))
     assert (
         DT_BIND_NOW in tags or tags.get(DT_FLAGS, 0) & 8 or tags.get(DT_FLAGS_1, 0) & 1

@@ -70,10 +70,10 @@ class Child:
 
 def child_that_tells(work, *arguments):
     """A child, and what it writes to the descriptor that is its last argument."""
-    told, tell = os.pipe()
+    reader, tell = os.pipe()
     child = Child(work, *arguments, tell)
-    text = os.read(told, 200).decode()
-    os.close(told)
+    text = os.read(reader, 200).decode()
+    os.close(reader)
     os.close(tell)
     return child, text
 

@@ -84,10 +84,10 @@ def test_the_session_becomes_nicer_only_with_the_process_that_leads_it(tmp_path,
     group.write_bytes(b"")
     nice = min(19, os.nice(0) + 3)
     for place in (group, tmp_path / "missing", tmp_path):
-        told = subprocess.check_output(
+        niceness = subprocess.check_output(
             [sys.executable, "-c", NICE, place], start_new_session=leads
         )
-        assert int(told) == nice
+        assert int(niceness) == nice
     assert group.read_text() == (str(nice) if leads else "")
     assert list(tmp_path.iterdir()) == [group]
 

@@ -50,14 +50,14 @@ def tenants_in(store):
     """Tenants of all records of the spool."""
     folder = EngineFolder(store, "e1")
     reader = SpoolReader(folder, SPEC)
-    found = []
+    tenants = []
     for _ in range(50):
         shard = reader.fetch(EngineState(last_shard=9))
         if shard is not None:
-            found += [record.tenant for record in shard.records]
+            tenants += [record.tenant for record in shard.records]
             named = folder.read_json(f"records/{shard.number:012d}.json")["tenants"]
             assert set(named) == {r.tenant for r in shard.records} - {0}
-    return found
+    return tenants
 
 
 def bodies(store):
@@ -108,12 +108,12 @@ def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
 
 def test_live_trainers_are_those_that_say_so(tmp_path):
     now = time.time()
-    for pid, state, said in (
+    for pid, state, updated in (
         (1, "waiting", now),
         (2, "stopped", now),
         (3, "waiting", now - purge.FRESH_S - 1),
     ):
-        status = {"pid": pid, "state": state, "updated_unix": said}
+        status = {"pid": pid, "state": state, "updated_unix": updated}
         (tmp_path / f"trainer-{pid}.json").write_text(json.dumps(status))
     (tmp_path / "trainer-d.json").write_text("{")
     assert purge.live_data_holders(tmp_path) == {DataHolder("trainer", 1)}
@@ -151,7 +151,7 @@ def test_the_answer_of_one_is_not_another_ones_with_the_same_pid(tmp_path):
     trainer_says(tmp_path, "f", namespace=1)
     PurgeInbox(tmp_path).done(request, {})
     silent = purge.live_data_holders(tmp_path) - set(purge.answers(tmp_path, request))
-    assert [keeper.namespace for keeper in silent] == [1]
+    assert [holder.namespace for holder in silent] == [1]
 
 
 def test_who_reads_a_ring_is_asked_though_it_has_said_nothing_yet(engine):
@@ -191,17 +191,17 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
     announce_relay(tmp_path, "e")
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
-    found = json.loads(path.read_text())
+    status = json.loads(path.read_text())
 
-    def said(**changes):
-        path.write_text(json.dumps({**found, **changes}))
+    def live_with(**changes):
+        path.write_text(json.dumps({**status, **changes}))
         return purge.live_data_holders(tmp_path)
 
-    assert said() == {RELAY}
-    assert said(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
-    assert said(namespace=1) == {replace(RELAY, namespace=1)}
-    assert said(namespace=1, updated_unix=0) == set()
-    assert said(start=1) == set()
+    assert live_with() == {RELAY}
+    assert live_with(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
+    assert live_with(namespace=1) == {replace(RELAY, namespace=1)}
+    assert live_with(namespace=1, updated_unix=0) == set()
+    assert live_with(start=1) == set()
     assert not path.exists()  # a dead one's word is removed
     path.write_text("{")
     assert purge.live_data_holders(tmp_path) == set()

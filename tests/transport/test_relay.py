@@ -45,15 +45,15 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     assert state.running
     assert state.last_shard >= 1
     assert state.rows == 20
-    found, _ = read_all(store, last=state.last_shard)
-    assert sum(found.values(), []) == list(range(5))
+    records, _ = read_all(store, last=state.last_shard)
+    assert sum(records.values(), []) == list(range(5))
     blob = publication.encode(head_tensors(3), 3, 0, {"g": 1})
     folder.write_draft(blob)
     settle(relay)
     got = engine.weights.read()
     assert (got.version, got.meta) == (3, {"g": 1})
-    held = [engine.weights._read_slot(slot, 3) for slot in (0, 1)]
-    assert [bytes(other.data) for other in held if other] == [blob.data]
+    slots = [engine.weights._read_slot(slot, 3) for slot in (0, 1)]
+    assert [bytes(other.data) for other in slots if other] == [blob.data]
     assert folder.read_state().published_version == 3
     engine.weights.report(3, swap_pause_ms=1.5)
     settle(relay)
@@ -108,14 +108,14 @@ def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine)
     folder = engine.folder(disk)
     settle(relay)
     assert engine.ring.collect  # nobody to ask: kept for the next trainer
-    for name, state, wanted in (
+    for name, state, collect in (
         ("a", ReaderState("i", unix=1.0, collect=False), False),
         ("b", ReaderState("j", unix=1.0, collect=True), True),
         ("b", ReaderState("j", unix=2.0, running=False), False),
     ):
         folder.write_reader(name, state)
         settle(relay)
-        assert engine.ring.collect is wanted
+        assert engine.ring.collect is collect
 
 
 def test_storage_that_fails_stops_nothing_and_loses_nothing(
@@ -258,7 +258,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
     assert slept == [1, 2, 4, 8, 16, 30, 30]
     assert sum("is not mounted" in r.message for r in caplog.records) == 2
     # The ring may hold rows meanwhile: a purge waits for this process.
-    assert {keeper.kind for keeper in seen[0]} == {"relay"}
+    assert {holder.kind for holder in seen[0]} == {"relay"}
     engine.serve([1])
     relay.tick()
     relay.stop()
@@ -288,17 +288,17 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
     relay = engine.relay(disk)
     engine.serve([1, 2])
     relay.tick()
-    said = engine.folder(disk).read_state()
+    state = engine.folder(disk).read_state()
     # Another live process takes its claims, as after 10 s without a word.
     other = Holder(os.getppid(), start_time(os.getppid()), pid_namespace())
     claims = (
         (engine.ring._segment, Atomic.CONSUMER),
         (engine.weights._segment, _Atomic.WRITER),
     )
-    for segment, word in claims:
-        segment.store(word, other.as_u64)
-        segment.store(word + 1, other.namespace)
-        segment.store(word + 2, time.monotonic_ns())
+    for segment, offset in claims:
+        segment.store(offset, other.as_u64)
+        segment.store(offset + 1, other.namespace)
+        segment.store(offset + 2, time.monotonic_ns())
     write_shards(disk, [[5]])  # the other one's shard has the number that is next
     if asked:  # SIGTERM came while it hung
         relay.stop()
@@ -307,8 +307,8 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
         with pytest.raises(TransportError, match="already the trainer"):
             relay.run()
     assert seeds_in(disk) == {1: [5]}
-    assert engine.folder(disk).read_state() == said
-    assert [segment.load(word) for segment, word in claims] == [other.as_u64] * 2
+    assert engine.folder(disk).read_state() == state
+    assert [segment.load(offset) for segment, offset in claims] == [other.as_u64] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -120,8 +120,8 @@ def test_what_a_killed_engine_left_is_reclaimed_and_nothing_else(tmp_path, kind)
     live = RingWriter.create(make_spec(), 4096)
     write_manifest(run, make_manifest("live", ring=live.name, created_unix=2.0))
     namespace = 7 if kind == "other namespace" else process.pid_namespace()
-    child, told = child_that_tells(serve_until_killed, run, namespace)
-    names = told.split()
+    child, created = child_that_tells(serve_until_killed, run, namespace)
+    names = created.split()
     for name in names if kind == "damaged" else ():
         with open(f"{SHM_DIR}/{name}", "r+b") as file:
             file.write(os.urandom(300))

@@ -159,24 +159,24 @@ def test_a_consumer_that_lost_its_claim_neither_reads_nor_asks(ring_pair):
 def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
-    for wanted, again in (
+    for mode, again in (
         (Collect.METADATA, Collect.FULL),  # a new consumer wants rows
         (Collect.NOTHING, Collect.NOTHING),  # but a pause outlives who said so
     ):
-        reader.set_collect(wanted)
-        assert writer.collect_mode is wanted and not writer.collect
+        reader.set_collect(mode)
+        assert writer.collect_mode is mode and not writer.collect
         reader.close()
-        assert writer.collect_mode is wanted
+        assert writer.collect_mode is mode
         reader = RingReader.attach(writer.name)
         reader.heartbeat()
         assert writer.collect_mode is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
-    for wanted in Collect:  # in doubt nothing leaves
+    for mode in Collect:  # in doubt nothing leaves
         reader._segment.store(Atomic.COLLECT, 2**64 - 1)
         assert writer.collect_mode is Collect.NOTHING
-        reader.set_collect(wanted)
-        assert writer.collect_mode is wanted
+        reader.set_collect(mode)
+        assert writer.collect_mode is mode
     reader.close()
 
 
@@ -247,11 +247,11 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
 
 
 def identities(reader):
-    found = []
+    identities = []
     while (record := reader.read()) is not None:
-        found.append(identity(record))
+        identities.append(identity(record))
     assert reader.stats().corrupt_records == 0
-    return found
+    return identities
 
 
 def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):

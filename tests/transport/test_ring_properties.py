@@ -38,7 +38,7 @@ damage = st.tuples(
         st.one_of(
             st.integers(0, 1 << 16),
             st.builds(
-                lambda word, byte: PAGE_BYTES + 64 * word + byte,
+                lambda atomic, byte: PAGE_BYTES + 64 * atomic + byte,
                 st.integers(0, max(Atomic)),
                 st.integers(0, 7),
             ),

@@ -56,28 +56,28 @@ def test_gather_never_writes_outside_its_target(offset, parts):
 
 @pytest.mark.parametrize("offset", [-8, 4, 25, 32, 2**62])
 def test_words_outside_or_unaligned_are_refused(offset):
-    words = np.zeros(4, np.uint64)
+    atomics = np.zeros(4, np.uint64)
     with pytest.raises(ValueError):
-        _shm.load(words, offset)
+        _shm.load(atomics, offset)
     with pytest.raises(ValueError):
-        _shm.store(words, offset, 1)
+        _shm.store(atomics, offset, 1)
     with pytest.raises(ValueError):
-        _shm.fetch_add(words, offset, 1)
+        _shm.fetch_add(atomics, offset, 1)
     with pytest.raises(ValueError):
-        _shm.compare_exchange(words, offset, 0, 1)
-    assert not words.any()
+        _shm.compare_exchange(atomics, offset, 0, 1)
+    assert not atomics.any()
 
 
 def test_words_hold_the_whole_range_of_u64():
-    words = np.zeros(4, np.uint64)
-    _shm.store(words, 8, 2**64 - 1)
-    assert _shm.load(words, 8) == 2**64 - 1
-    assert _shm.fetch_add(words, 8, 2) == 2**64 - 1
-    assert not _shm.compare_exchange(words, 8, 5, 9)
-    assert _shm.compare_exchange(words, 8, 1, 9)
-    assert words.tolist() == [0, 9, 0, 0]
+    atomics = np.zeros(4, np.uint64)
+    _shm.store(atomics, 8, 2**64 - 1)
+    assert _shm.load(atomics, 8) == 2**64 - 1
+    assert _shm.fetch_add(atomics, 8, 2) == 2**64 - 1
+    assert not _shm.compare_exchange(atomics, 8, 5, 9)
+    assert _shm.compare_exchange(atomics, 8, 1, 9)
+    assert atomics.tolist() == [0, 9, 0, 0]
     with pytest.raises(OverflowError):
-        _shm.store(words, 8, -1)
+        _shm.store(atomics, 8, -1)
     with pytest.raises((BufferError, TypeError)):
         _shm.store(bytes(16), 0, 1)  # read-only
 
@@ -112,24 +112,24 @@ def test_close_unlinks_once_and_other_ends_and_forked_children_do_not(segment):
     assert not os.path.exists(f"{SHM_DIR}/{segment.name}")
 
 
-def kept_from_cores(name):
+def excluded_from_cores(name):
     """What the kernel knows of this process's mappings of a segment."""
-    found = []
+    flags = []
     mapped = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             mapped = line
         elif line.startswith("VmFlags:") and name in mapped:
-            found.append("dd" in line.split())
-    return found
+            flags.append("dd" in line.split())
+    return flags
 
 
 def test_shared_memory_is_left_out_of_cores_on_both_sides(segment):
     """It holds what users wrote."""
     other = Segment.attach(segment.name, MAGIC, 1)
-    assert kept_from_cores(segment.name) == [True, True]
+    assert excluded_from_cores(segment.name) == [True, True]
     other.close()
-    assert kept_from_cores(segment.name) == [True]  # the other one is unmapped
+    assert excluded_from_cores(segment.name) == [True]  # the other one is unmapped
 
 
 @pytest.mark.slow

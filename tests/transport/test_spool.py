@@ -139,15 +139,15 @@ def test_what_another_process_wrote_is_escaped_and_clipped(store):
     evil = "\x1b[31mroot\n2026 ERROR forged " + "x" * 100_000
     folder.write_json("state.json", {"refused_reason": evil}, durable=True)
     folder.write_json("readers/t.json", {"instance": evil}, durable=True)
-    told = [folder.read_state().refused_reason, folder.read_reader("t").instance]
+    texts = [folder.read_state().refused_reason, folder.read_reader("t").instance]
     folder.write_json("engine.json", {"format": evil}, durable=True)
     with pytest.raises(TransportError) as caught:
         folder.read_engine()
-    told.append(str(caught.value))
+    texts.append(str(caught.value))
     with pytest.raises(TransportError) as caught:
         checked_name(evil, "target")
-    told.append(str(caught.value))
-    for text in told:
+    texts.append(str(caught.value))
+    for text in texts:
         assert "forged" in text
         assert text.isprintable()
         assert len(text) < 500
@@ -155,17 +155,17 @@ def test_what_another_process_wrote_is_escaped_and_clipped(store):
 
 
 def test_freshness_is_told_by_change_not_by_clocks():
-    word = HeartbeatMonitor(timeout_s=60.0)
-    word.observe(5.0)
-    assert word.fresh
-    assert not word.changed
-    word._timeout_s = 0.0
-    word.observe(5.0)
-    assert not word.fresh
-    word._timeout_s = 60.0
-    word.observe(4.0)  # a clock may even go back
-    assert word.fresh
-    assert word.changed
+    monitor = HeartbeatMonitor(timeout_s=60.0)
+    monitor.observe(5.0)
+    assert monitor.fresh
+    assert not monitor.changed
+    monitor._timeout_s = 0.0
+    monitor.observe(5.0)
+    assert not monitor.fresh
+    monitor._timeout_s = 60.0
+    monitor.observe(4.0)  # a clock may even go back
+    assert monitor.fresh
+    assert monitor.changed
 
 
 def test_a_process_of_this_host_that_is_dead_is_known_to_be():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import serialize
 
-from tests.transport.feed_toys import look
+from tests.transport.feed_toys import scan
 from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
@@ -80,8 +80,8 @@ def test_a_sparse_shard_is_passed_over_and_removed_before_any_other(disk, tmp_pa
         file.truncate(1 << 40)
     text = json.dumps({**manifest, "bytes": 1 << 40})
     disk.write(AT + "000000000001.json", text.encode())
-    found, reader = read_all(disk, last=2)
-    assert found == {2: [2]}
+    records, reader = read_all(disk, last=2)
+    assert records == {2: [2]}
     assert reader.skipped["damaged"] == 1
     writer = SpoolWriter(EngineFolder(disk, "e1"), CONFIG)
     writer.enforce_bounds(now=True)
@@ -98,9 +98,9 @@ def test_all_that_a_relay_holds_at_its_end_goes_into_shards_of_the_usual_size(
     engine.serve(range(50))
     relay.stop()
     relay.run()
-    found, _ = read_all(disk, "e1")
-    assert [seed for seeds in found.values() for seed in seeds] == list(range(50))
-    assert len(found) > 3
+    records, _ = read_all(disk, "e1")
+    assert [seed for seeds in records.values() for seed in seeds] == list(range(50))
+    assert len(records) > 3
 
 
 def sparse_draft(disk, root, version=2):
@@ -110,8 +110,8 @@ def sparse_draft(disk, root, version=2):
     path = root / "spool" / folder.path("heads", f"{version:012d}.safetensors")
     with path.open("r+b") as file:
         file.truncate(1 << 40)
-    told = folder.read_json("heads/latest.json") | {"bytes": 1 << 40}
-    folder.write_json("heads/latest.json", told, durable=True)
+    manifest = folder.read_json("heads/latest.json") | {"bytes": 1 << 40}
+    folder.write_json("heads/latest.json", manifest, durable=True)
 
 
 def test_a_sparse_draft_is_refused_by_relay_and_trainer(disk, engine, tmp_path):
@@ -198,7 +198,7 @@ def test_an_engine_without_models_is_nobodys_reference(disk, engine, tmp_path):
     source = SpoolSource(disk.url, cache=tmp_path / "cache", threaded=False)
     feeds = Feeds([source])
     feeds.poll()
-    look(feeds)
+    scan(feeds)
     assert feeds.ids == ["e1"]
     assert "zz" in feeds.refused
     assert feeds.reference.id == "e1"

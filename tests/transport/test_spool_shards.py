@@ -75,8 +75,8 @@ def test_a_shard_is_a_safetensors_file_which_its_records_do_not_keep_in_memory()
     base = records[0].features
     while getattr(base, "base", None) is not None:
         base = base.base
-    held = base.nbytes if isinstance(base, (np.ndarray, memoryview)) else len(base)
-    assert held < builder.num_bytes / 10
+    num_bytes = base.nbytes if isinstance(base, (np.ndarray, memoryview)) else len(base)
+    assert num_bytes < builder.num_bytes / 10
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "longer", "format", "crc-of-other"])
@@ -109,8 +109,8 @@ def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
     store.remove(at + bodies[5])  # 6: no body
     for number in (8, 9):
         store.remove(at + f"{number:012d}.json")
-    found, reader = read_all(store, last=10)
-    assert found == {n: [n] for n in (1, 3, 5, 7, 10)}
+    records, reader = read_all(store, last=10)
+    assert records == {n: [n] for n in (1, 3, 5, 7, 10)}
     assert reader.skipped["damaged"] == 1
     assert reader.skipped["removed"] == 4
 
@@ -121,8 +121,8 @@ def test_a_manifest_cannot_name_a_file_elsewhere(store):
     text = store.read(at).decode()
     for name in ("../../x.safetensors", "000000000002-1.safetensors"):
         store.write(at, text.replace("000000000001-", name + "#").encode())
-        found, _ = read_all(store, last=1)
-        assert found == {}
+        records, _ = read_all(store, last=1)
+        assert records == {}
 
 
 # Writing
@@ -150,8 +150,8 @@ def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
     store.write("engines/e1/records/000000000003-5.safetensors", b"half")
     writer = write_shards(store, [[4]])
     assert (writer.first, writer.last) == (1, 4)
-    found, reader = read_all(store, last=4)
-    assert found == {1: [1], 2: [2], 4: [4]}
+    records, reader = read_all(store, last=4)
+    assert records == {1: [1], 2: [2], 4: [4]}
     assert reader.skipped["removed"] == 1
 
 
@@ -182,15 +182,15 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
     writer.add(body_of(make_record(make_spec(hidden_size=16), 1)))
     writer.add(body_of(make_record(SPEC, 2)))
     writer.flush()
-    found, reader = read_all(store, last=1)
-    assert found == {1: [2]}
+    records, reader = read_all(store, last=1)
+    assert records == {1: [2]}
     assert reader.skipped["unfit"] == 2
 
 
 def silence(writer):
     """To the writer's eyes nobody has said anything for long."""
-    for word in writer._bounds._heartbeats.values():
-        word._timeout_s = 0.0
+    for heartbeat in writer._bounds._heartbeats.values():
+        heartbeat._timeout_s = 0.0
 
 
 def at_time(monkeypatch, unix):

@@ -86,14 +86,14 @@ def written(ring_pair, spec, frames):
     writer.write(frames)
     writer.count(frames)
     assert not frames.status.any() and not writer.drops
-    found = []
+    records = []
     while (record := reader.read()) is not None:
-        found.append(record)
+        records.append(record)
     assert reader.stats().corrupt_records == 0
     stats = writer.stats()
-    rows = sum(record.num_rows for record in found)
-    assert (stats.written_records, stats.written_rows) == (len(found), rows)
-    return found
+    rows = sum(record.num_rows for record in records)
+    assert (stats.written_records, stats.written_rows) == (len(records), rows)
+    return records
 
 
 @pytest.mark.parametrize("light", [False, True])
@@ -109,8 +109,8 @@ def test_the_records_of_a_step_are_those_of_its_requests(
         max_rows = (7, 1000)[seed % 2]
         want = expected(requests, step, FEATURE_DTYPES[dtype], max_rows)
         frames, of = lay_out(requests, step, spec, topk, max_rows)
-        found = written(ring_pair, spec, frames)
-        assert [identity(record) for record in found] == [
+        records = written(ring_pair, spec, frames)
+        assert [identity(record) for record in records] == [
             identity(record) for record in want
         ]
         keys = [requests.tickets[i].key for i in of]
@@ -127,9 +127,9 @@ def test_the_records_of_a_step_are_those_of_its_requests(
 def test_an_end_record_has_no_rows_and_the_rings_widths(ring_pair, teacher):
     spec, topk = spec_of(teacher), TOPK * (teacher == "topk")
     tickets = [Ticket(5, None, tenant=9, sampled=True), Ticket(2**64 - 1, "paused")]
-    found = written(ring_pair, spec, end_records(tickets, 3, spec, topk))
+    records = written(ring_pair, spec, end_records(tickets, 3, spec, topk))
     like = make_record(spec, 0, num_rows=0)
-    for record, ticket in zip(found, tickets, strict=True):
+    for record, ticket in zip(records, tickets, strict=True):
         want = replace(
             like, key=ticket.key, tenant=ticket.tenant, phase=Phase.VERIFY, start=0,
             num_prompt_tokens=0, num_accepted=0, next_token=-1, draft_version=3,

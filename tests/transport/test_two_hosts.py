@@ -100,7 +100,7 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             feeds.heartbeat()
-            installed = {told.installed for told in feeds.versions().values()}
+            installed = {feedback.installed for feedback in feeds.versions().values()}
             if installed == {version}:
                 break
             time.sleep(0.05)
