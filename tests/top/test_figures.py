@@ -120,24 +120,24 @@ def test_the_canary_of_the_model_s_trainer_decides(changed, helps):
 def test_the_sentence_has_the_measurements():
     assert verdict({}, SPEED, DECIDED) == (
         True,
-        "Helps: 1.91x -> 2.07x of plain with the last swap (+8% +- 4%); 2.00 tokens a "
-        "verify step, 1.25x of plain.",
+        "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 2.00 "
+        "tokens per verify step, 1.25x of plain decoding.",
     )
-    assert verdict()[1].startswith("Not known: no trainer of this model reports")
-    compared = "no swap was compared with the draft before it yet"
+    assert verdict()[1].startswith("Unknown: no trainer of this model reports")
+    compared = "no draft has been compared with its predecessor yet"
     assert compared in verdict({}, {}, {"canary": {}})[1]
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
-    assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
+    assert "undecided, 1.91x -> 2.07x of plain decoding with the last" in sentence
 
 
 def test_nothing_drafted_is_told_apart_from_drafting_left_off():
     none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
     off = {"steps_without_drafts": {"no_gain": 90, "slo": 10}}
     some = none | off | {"control_steps": 500}
-    assert verdict(none, some)[1] == "Not known: nothing drafted lately."
+    assert verdict(none, some)[1] == "Unknown: nothing drafted recently."
     never = {"drafts": 0, "accepted_tokens": 0}
-    assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
+    assert verdict(never, some | never)[1] == "Unknown: nothing drafted yet."
     idle_report = {
         "control_steps": 600,
         "steps_without_drafts": {"no_gain": 190, "slo": 10},

@@ -73,7 +73,7 @@ def test_every_figure_is_on_the_screen():
 
 def test_without_a_server_the_ring_is_shown():
     text = plain(picture(servers=False, trainers=2), 80)
-    assert text.count("Not known: undecided") == 2
+    assert text.count("Unknown: undecided") == 2
     assert "0.5 of 1 MiB, read by a trainer" in text
     assert "1 records damaged" in text
     assert "5 installed, 6 published, 6 refused (norm); pause 10.9 ms" in text
