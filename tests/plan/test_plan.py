@@ -280,7 +280,7 @@ def test_the_command_recommends_training(cluster_file, tmp_path, capsys):
     argv = ["plan", "--cluster", str(example)]
     assert main([*argv, "--json", "--output", str(out)]) == main(argv) == 0
     text = capsys.readouterr().out
-    assert "Train: TIDE, switching has the highest throughput on 8 H100 and 4 MI250." in text
+    assert "switching has the highest throughput on 8 H100 and 4 MI250." in text
     plan = json.loads(out.read_text())
     assert plan["train"] is True
     assert [row["name"] for row in plan["rows"]][:2] == [NONE, STATIC]
