@@ -22,8 +22,9 @@ def full_report(time: int) -> dict[str, object]:
     totals = (
         "rows", "requests", "swaps", "steps", "draft_passes", "drafted_tokens",
         "verified_tokens", "accepted_tokens", "trimmed_tokens", "exploration_steps",
-        "hole_tokens", "slo_unreachable_steps", "plain_step_seconds", "step_seconds",
-        "malformed_slo", "client_limits_dropped", "memory_proposals",
+        "missing_draft_kv_tokens", "slo_unreachable_steps", "plain_step_seconds",
+        "step_seconds",
+        "malformed_limits", "client_limits_dropped", "memory_proposals",
         "memory_accepted_tokens",
     )  # fmt: skip
     labelled = (

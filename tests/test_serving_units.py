@@ -273,7 +273,7 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     assert tide.control() is None
     assert tide.stats() == {
         "staged": 0,
-        "malformed_slo": 0,
+        "malformed_limits": 0,
         "swap_seconds": [0.1],
         "prefix_verified": {},
         "prefix_accepted": {},

@@ -77,7 +77,7 @@ ENGINE = (
         "Steps that drafted, or verified whole drafts, to measure their gain.",
     ),
     _counter(
-        "hole_tokens",
+        "missing_draft_kv_tokens",
         "Tokens missing from the draft's KV cache, because drafting was off for longer "
         "than their hidden states are stored.",
     ),
@@ -95,7 +95,7 @@ ENGINE = (
         "step_seconds", "Measured time of the same steps (seconds; adaspec only)."
     ),
     _counter(
-        "malformed_slo",
+        "malformed_limits",
         "Requests with a tide_slo_tpot_ms that is not a positive number, or a "
         "tide_k_max that is not a speculative length.",
     ),
@@ -204,7 +204,9 @@ TRAINER = (
     ),
     _counter("trainer_publications", "Drafts published.", "publications"),
     _counter("trainer_rollbacks", "Rollbacks by the canary.", "rollbacks"),
-    _counter("trainer_refused", "Drafts rejected by engines.", "refused_versions"),
+    _counter(
+        "trainer_refused_drafts", "Drafts rejected by engines.", "refused_versions"
+    ),
     _counter(
         "trainer_out_of_memory",
         "Training cycles that ran out of device memory.",
@@ -252,12 +254,12 @@ TRAINER = (
         "trainer_collecting", "1 while full rows are captured.", "schedule.collecting"
     ),
     _gauge(
-        "trainer_short_average",
+        "trainer_acceptance_short_average",
         "Short-term average of the accepted share of drafted tokens.",
         "schedule.short",
     ),
     _gauge(
-        "trainer_long_average",
+        "trainer_acceptance_long_average",
         "Long-term average of the accepted share of drafted tokens.",
         "schedule.long",
     ),

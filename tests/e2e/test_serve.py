@@ -228,7 +228,7 @@ def test_what_a_request_says_of_itself_travels_over_http(server, right):
         "vllm_tide:dropped_rows_total/opted_out": 1,
         "vllm_tide:dropped_rows_total/salted": 1,
         "vllm_tide:slo_requests_total": 2,
-        "vllm_tide:malformed_slo_total": 1,
+        "vllm_tide:malformed_limits_total": 1,
     }
     before = metrics(server.url)
     say(vllm_xargs={"tide_capture": False})

@@ -1,4 +1,4 @@
-"""Lines of the server's log: what a start says."""
+"""Lines of the server's log at a start."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def drafting(steps, **off):
     return {"steps": steps, "steps_without_drafts": off}
 
 
-def test_drafting_that_goes_off_is_said_once_with_its_reason(caplog):
+def test_disabled_drafting_is_logged_once_with_its_reason(caplog):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     log = ServerLog()
-    log.report(drafting(100), 0.0)  # drafts: nothing to say
+    log.report(drafting(100), 0.0)  # # drafts: no line
     log.report(drafting(150, no_gain=49, check=1), 10.0)
     log.report(drafting(250, no_gain=149, check=1), 20.0)
     log.report(drafting(350, no_gain=150, check=1), 21.0)  # too soon
@@ -48,11 +48,11 @@ def test_drafting_that_goes_off_is_said_once_with_its_reason(caplog):
     assert "off (slo in 95% of 105 steps): drafting is predicted to exc" in messages[2]
 
 
-def test_what_a_request_got_wrong_is_said_once_without_its_words(caplog):
+def test_an_invalid_request_argument_is_logged_once_without_its_text(caplog):
     log = ServerLog()
     for count in (0, 1, 5):
         dropped = {"unknown_key": count, "malformed_opt_out": count, "salted": count}
-        log.report({"dropped": dropped, "malformed_slo": count}, 0.0)
+        log.report({"dropped": dropped, "malformed_limits": count}, 0.0)
     messages = logged(caplog)
     assert len(messages) == 3
     assert "vllm_xargs: a tide_ key is not one of tide_capture, " in messages[0]
@@ -64,7 +64,7 @@ CYCLE = "2026-11-29 14:00:00,1 vllm_tide.train INFO event=cycle cycle={} gain=0.
 CYCLE += "reason=gain +0.00 +- 0.01; gain below min_gain 0.01\n"
 
 
-def test_the_trainer_s_decisions_are_repeated(caplog, tmp_path):
+def test_the_trainers_decisions_are_logged(caplog, tmp_path):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     path = tmp_path / "trainer.log"
     log = TrainerLog(path)

@@ -86,7 +86,7 @@ class Control:
             "memory_proposals": proposals,
             "memory_accepted_tokens": accepted,
             "draft_depth": new_passes / new_steps if new_steps else None,
-            "malformed_slo": self._book.malformed_slo,
+            "malformed_limits": self._book.malformed_limits,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 

@@ -462,7 +462,7 @@ class ControlV1(Control):
                 self._skipped_by_reason + Counter(stats["steps_without_drafts"])
             ),
             "steps_by_depth": dict(enumerate(lengths)),
-            "hole_tokens": self._backlog.holes,
+            "missing_draft_kv_tokens": self._backlog.holes,
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:

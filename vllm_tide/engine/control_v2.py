@@ -219,7 +219,7 @@ class ControlV2(Control):
             "steps_without_drafts": {name: n for name, n in self._off.items() if name},
             "trimmed_tokens": self._trimmed,
             "steps_by_depth": dict(enumerate(by_depth.tolist())),
-            "hole_tokens": 0,
+            "missing_draft_kv_tokens": 0,
         }
 
     def _attribute(self, step: Step) -> None:

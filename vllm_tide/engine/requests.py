@@ -84,13 +84,13 @@ class RequestBook:
 
     Attributes:
         table: Slots and properties of the requests.
-        malformed_slo: Number of requests with an invalid limit.
+        malformed_limits: Number of requests with an invalid limit.
     """
 
     def __init__(self, capacity: int, longest: int, config: ControlConfig) -> None:
         self.table = RequestTable(capacity)
         self.slo = SloBook(capacity)
-        self.malformed_slo = 0
+        self.malformed_limits = 0
         self._longest = longest
         self._slo_ms, self._least_ms = config.slo_tpot_ms, config.client_slo_tpot_ms
 
@@ -137,7 +137,7 @@ class RequestBook:
         except (OverflowError, TypeError, ValueError):
             limit = 0.0
         if not 0 < limit < float("inf"):
-            self.malformed_slo += 1
+            self.malformed_limits += 1
             return None
         return None if self._least_ms is None else max(limit, self._least_ms)
 

@@ -233,7 +233,8 @@ class SchedulerTide:
         stats, self._stats = self._stats, None
         if stats is not None:
             stats = stats | {
-                "malformed_slo": stats.get("malformed_slo", 0) + self._malformed_caps,
+                "malformed_limits": self._malformed_caps
+                + stats.get("malformed_limits", 0),
                 "swap_seconds": self._swap_seconds,
                 "prefix_verified": dict(self._verified),
                 "prefix_accepted": dict(self._accepted),

@@ -58,7 +58,7 @@ _ARGUMENTS = {
     "malformed_opt_out": "tide_capture is neither true nor false: such requests are "
     "not captured",
     "malformed_tenant": "tide_tenant is invalid: such requests are not captured",
-    "malformed_slo": "tide_slo_tpot_ms is not a positive number: it is ignored",
+    "malformed_limits": "tide_slo_tpot_ms is not a positive number: it is ignored",
 }
 
 
@@ -83,7 +83,7 @@ class ServerLog:
 
     def report(self, report: Mapping[str, Any], now: float) -> None:
         """Log changes in a report: errors in requests, drafting on or off."""
-        malformed = {"malformed_slo": report.get("malformed_slo", 0)}
+        malformed = {"malformed_limits": report.get("malformed_limits", 0)}
         for reason, count in {**report.get("dropped", {}), **malformed}.items():
             if count and reason in _ARGUMENTS and reason not in self._noted:
                 self._noted.add(reason)
