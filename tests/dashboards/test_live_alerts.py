@@ -28,7 +28,7 @@ from tests.dashboards.live import (  # noqa: E402
     prometheus,
 )
 from tests.dashboards.test_alerts import FILE, NAMES  # noqa: E402
-from tests.faults import heads, memory  # noqa: E402
+from tests.faults import bad_drafts, memory  # noqa: E402
 from tests.faults.counters import total  # noqa: E402
 from tests.faults.load import Load  # noqa: E402
 from tests.faults.scene import NotRecovered, serving  # noqa: E402
@@ -92,7 +92,7 @@ def plant(alerts, stops=True, beside=False):
 
 async def pass_on(scene, what):
     """Let the trainer publish a head that is spoilt so, until it is served."""
-    counter = heads.REFUSED if what == "norm" else "vllm_tide:swaps_total"
+    counter = bad_drafts.REFUSED if what == "norm" else "vllm_tide:swaps_total"
     before = total(await scene.reading(), counter)
     path = order(scene.run_dir, what, 1)
     await scene.until(what, lambda r: not path.exists() and total(r, counter) > before)
@@ -167,21 +167,21 @@ async def lost_word(scene):
     finally:
         engine.send_signal(signal.SIGCONT)
     yield
-    await scene.good_head()
+    await scene.good_draft()
 
 
 @plant("TideDraftRolledBack")
-async def worse_head(scene):
+async def worse_draft(scene):
     """A permuted head passes the held-out gate."""
-    await heads.permuted_head(scene, random.Random(0))
+    await bad_drafts.permuted_draft(scene, random.Random(0))
     yield
 
 
 @plant("TideRollbacksRepeat", stops=False)
-async def worse_heads(scene):
+async def worse_drafts(scene):
     """Two more do (the window is longer than the run)."""
-    await heads.permuted_head(scene, random.Random(1))
-    await heads.permuted_head(scene, random.Random(2))
+    await bad_drafts.permuted_draft(scene, random.Random(1))
+    await bad_drafts.permuted_draft(scene, random.Random(2))
     yield
 
 

@@ -17,7 +17,7 @@ os.environ |= {
 
 
 def main() -> None:
-    """Generate greedily; print one JSON line."""
+    """Generate greedily and print one JSON line."""
     import vllm
     from vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A draft that does not fit is refused before a model loads, with one sentence."""
+"""A draft that does not fit is refused before a model loads, in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusal(config, target) -> str:
         ({"tide": {"preset": "observe"}}, None),
     ],
 )
-def test_the_last_cached_block_is_kept_unless_said_otherwise(
+def test_the_last_cached_block_is_used_unless_configured_otherwise(
     changes, dropped, target, target_dir, tmp_path
 ):
     from vllm_tide.engine.arguments import check_speculative_config
@@ -62,7 +62,7 @@ def test_the_last_cached_block_is_kept_unless_said_otherwise(
     assert config.get("disable_eagle_block_drop") is dropped
 
 
-def test_a_run_directory_that_cannot_be_written_ends_the_start(target, tmp_path):
+def test_an_unwritable_run_directory_ends_the_start(target, tmp_path):
     (tmp_path / "file").write_text("")
     run_dir = str(tmp_path / "file" / "run")
     config = {"model": "x/y", "num_speculative_tokens": 3, "tide": {"run_dir": run_dir}}
@@ -89,7 +89,7 @@ CASES = [
         {"eagle_aux_hidden_state_layer_ids": "2"},
         "is '2', but the target has 4 layers",
     ),
-    # Sizes that vLLM's loader would believe.
+    # Sizes that vLLM's loader would accept.
     ({"intermediate_size": 10**12}, "intermediate_size is 1000000000000; it must be"),
     ({"head_dim": 10**11}, "head_dim is 100000000000; it must be"),
     ({"head_dim": "x"}, "head_dim is 'x'; it must be"),
@@ -119,7 +119,7 @@ def test_a_draft_that_does_not_fit_is_refused(
     assert len(message) < 600 and "\n" not in message
 
 
-def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_path):
+def test_a_draft_of_another_method_is_left_to_vllm(target, target_dir, tmp_path):
     from vllm_tide.engine.arguments import check_speculative_config
 
     change = {"attention_bias": True, "intermediate_size": 129}
@@ -140,7 +140,7 @@ def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_
         ({"draft_sample_method": "greedy"}, None),
     ],
 )
-def test_drafts_that_a_memory_cannot_stand_beside_are_refused(
+def test_drafts_that_exclude_a_memory_are_refused(
     change, message, target, target_dir, tmp_path
 ):
     from vllm_tide.engine.arguments import check_speculative_config
@@ -179,7 +179,7 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
         ({"draft_lm_head_quantization": "fp8"}, "draft_lm_head_quantization: "),
     ],
 )
-def test_options_that_tide_cannot_serve_are_refused(change, message, target):
+def test_unsupported_options_are_refused(change, message, target):
     assert refusal({"model": "x", "tide": {}, **change}, target).startswith(message)
 
 
@@ -191,7 +191,7 @@ def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def parsed(monkeypatch, *argv: str) -> Any:
-    """What `vllm serve` makes of a command line."""
+    """Return what `vllm serve` makes of a command line."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -220,7 +220,7 @@ def test_dotted_keys_change_a_file_and_stand_alone(option, monkeypatch, tmp_path
     assert parsed(monkeypatch, option, '{"tide": {}}') == {"tide": {}}
 
 
-def test_vllm_s_own_yaml_file_is_taken_and_changed(monkeypatch, tmp_path):
+def test_vllms_yaml_file_is_read_and_changed(monkeypatch, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("speculative-config:\n  model: fresh\n  tide: {preset: learn}\n")
     given = {"model": "fresh", "tide": {"preset": "learn"}}
@@ -234,7 +234,7 @@ def test_vllm_s_own_yaml_file_is_taken_and_changed(monkeypatch, tmp_path):
     assert parsed(monkeypatch, "--speculative-config", str(file)) == given
 
 
-def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
+def test_all_mistakes_are_in_one_message(monkeypatch, tmp_path, capsys):
     file = tmp_path / "tide.json"
     file.write_text('{"method": "ngram", "tide": {"captur": {}}}')
     with pytest.raises(SystemExit) as ended:
@@ -248,7 +248,7 @@ def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
     assert "/nope.json' cannot be read (No such file" in capsys.readouterr().err
 
 
-def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
+def test_vllms_own_validation_errors_are_one_line(monkeypatch, capsys):
     from pydantic import ValidationError
     from vllm.config import SpeculativeConfig
 
@@ -262,9 +262,7 @@ def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
-    target_dir, tmp_path
-):
+def test_vllm_serve_ends_with_a_message_and_no_traceback(target_dir, tmp_path):
     draft = toys.make_draft(tmp_path / "draft", target_dir, hidden_size=128)
     section = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
     done = serve(target_dir, "--speculative-config", json.dumps(section | {"tide": {}}))
@@ -286,7 +284,7 @@ def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
         ({"parallel_drafting": True}, {}, "parallel_drafting: tide.control stops"),
     ],
 )
-def test_what_control_cannot_work_with_is_refused(
+def test_control_options_that_cannot_work_are_refused(
     extra, control, start, target, target_dir, tmp_path
 ):
     draft = toys.make_draft(tmp_path / "draft", target_dir)

@@ -1,4 +1,4 @@
-"""A pause and `vllm-tide capture off`: nothing leaves the engine, token ids neither."""
+"""During a pause or `vllm-tide capture off` nothing, no token id, is captured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def until(true, seconds=60):
         time.sleep(0.02)
 
 
-def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
+def test_the_switch_applies_to_every_engine_of_the_run_directory(
     step, tmp_path, capsys, caplog, monkeypatch
 ):
     monkeypatch.setattr(switch, "POLL_S", 0.02)
@@ -65,7 +65,7 @@ def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
     assert any("capture is off (capture_off.json)" in r.message for r in caplog.records)
 
 
-def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
+def test_a_pause_applies_while_no_trainer_runs(step, tmp_path, capsys):
     (tmp_path / "paused.json").write_text("{}")
     watch_capture_switch(step.capture, tmp_path).set()
     assert step.capture.collect_mode is Collect.NOTHING
@@ -76,8 +76,8 @@ def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("state", ["off", "on"])
-def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, state):
-    """Another run directory than the server's: capture there would go on."""
+def test_a_switch_that_no_engine_follows_is_reported(tmp_path, capsys, state):
+    """With another run directory than the server's, capture there continues."""
     absent = tmp_path / "a" / "b"
     message = (
         f"capture is {state} in %s; 0 engines follow: is it the server's --run-dir?\n"
@@ -87,7 +87,7 @@ def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, state):
     expected = ("", none) if state == "off" else (message % absent, "")
     assert capsys.readouterr() == expected
     assert list(tmp_path.iterdir()) == []
-    # One that starts there follows it.
+    # An engine that starts there follows it.
     dead = make_manifest(pid=2**22 + 1)
     write_manifest(tmp_path, dead)
     assert main(["capture", state, "--run-dir", str(tmp_path)]) == 1
@@ -96,15 +96,15 @@ def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, state):
 
 
 @pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
-def test_a_switch_in_the_temporary_directory_does_not_grow_old(step, tmp_path, name):
-    """systemd-tmpfiles removes from /tmp what is ten days old: capture would go on."""
+def test_a_switch_in_the_temporary_directory_does_not_age(step, tmp_path, name):
+    """systemd-tmpfiles removes files of ten days from /tmp: capture would resume."""
     (tmp_path / name).write_text("{}")
     os.utime(tmp_path / name, (0, 0))
     watch_capture_switch(step.capture, tmp_path).set()
     assert time.time() - (tmp_path / name).stat().st_mtime < 60
 
 
-def test_a_run_directory_that_is_none_is_a_sentence(tmp_path, capsys):
+def test_an_unusable_run_directory_gives_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["capture", "off", "--run-dir", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
@@ -143,7 +143,7 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
     engine.close()
 
 
-def test_the_gauge_is_there_where_capture_is():
+def test_the_gauge_exists_where_capture_does():
     prom = TideProm({0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0"}
 

@@ -1,4 +1,4 @@
-"""What is kept for the draft while it does not run, against a plain list of it."""
+"""Rows stored for the draft while it does not run, compared with a plain list."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ SLOTS, LAYERS = 6, 3
 
 
 class Reference:
-    """Every row that was kept, in order: (slot, position, number)."""
+    """Every stored row in order: (slot, position, number)."""
 
     def __init__(self, most_rows):
         self.most = most_rows
@@ -31,7 +31,7 @@ class Reference:
                 del rows[key]
 
     def of(self, slot):
-        """Numbers of the last positions that follow each other, the first of them."""
+        """Return the last run of consecutive positions."""
         missed = [
             (p, n) for _, rows in self.steps for (s, p), n in rows.items() if s == slot
         ]
@@ -44,7 +44,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("hidden", [2, MIB // (4 * LAYERS * 40)])
-def test_what_is_kept_is_what_was_missed(hidden):
+def test_missed_rows_are_stored(hidden):
     """Prompts and steps of one row, requests that end, rejected rows, padded tensors;
     with wide rows some 40 of them fit, and older ones are dropped."""
     rng = np.random.default_rng(hidden)
@@ -87,7 +87,7 @@ def test_what_is_kept_is_what_was_missed(hidden):
             features = backlog._features(span).view(len(span), LAYERS, hidden)
             seen = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
             assert (seen == torch.tensor([n for _, n in expected])[:, None, None]).all()
-        if rng.random() < 0.2:  # the draft catches some of them up
+        if rng.random() < 0.2:  # the draft catches up on some of them
             caught = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
             backlog.seen(caught)
             for slot in caught:
@@ -97,7 +97,7 @@ def test_what_is_kept_is_what_was_missed(hidden):
     assert (backlog.holes > 0) == (hidden > 2)
 
 
-def test_nothing_is_held_once_nothing_is_missed():
+def test_nothing_is_stored_once_nothing_is_missing():
     runner = SimpleNamespace(dtype=torch.float32)
     backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
     one = np.ones(2, np.int64)
@@ -114,11 +114,11 @@ def test_nothing_is_held_once_nothing_is_missed():
     backlog.forget(0)
     assert len(backlog._steps) == 2
     backlog.forget(1)
-    assert len(backlog._steps) == 1, "one that nobody waits for any more"
+    assert len(backlog._steps) == 1, "a step that no request needs"
 
 
-def test_a_part_of_a_buffer_is_copied():
-    """An embedding that is a feature lies in a buffer which the next step writes."""
+def test_part_of_a_buffer_is_copied():
+    """An embedding feature is in a buffer that the next step overwrites."""
     runner = SimpleNamespace(dtype=torch.float32)
     backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
     buffer, own = torch.full((8, 2), 7.0), torch.full((3, 2), 5.0)

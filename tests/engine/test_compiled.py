@@ -1,4 +1,4 @@
-"""A compiled V1 engine that logs: any lengths, swaps, and what its log says."""
+"""A compiled V1 engine with its log: any lengths, swaps, log lines."""
 
 from __future__ import annotations
 

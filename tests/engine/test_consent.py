@@ -1,4 +1,4 @@
-"""Who may be captured: what a request says, whether it is salted, what is counted."""
+"""Which requests are captured: arguments of a request, salts, counted refusals."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def test_consent(consent: Consent, xargs: dict[str, Any], refusal: str | None) -
 
 
 @pytest.mark.parametrize("xargs", [{}, YES])
-def test_a_salted_request_is_kept_out_whatever_it_says(xargs: dict[str, Any]) -> None:
+def test_a_salted_request_is_never_captured(xargs: dict[str, Any]) -> None:
     ticket = CapturePolicy(1.0).admit(xargs, supported=True, salted=True)
     assert ticket.refusal == "salted"
     ticket = CapturePolicy(1.0).admit(NO, supported=True, salted=True)
     assert ticket.refusal == "opted_out"
 
 
-def test_who_is_not_sampled_is_not_captured() -> None:
+def test_a_request_that_is_not_sampled_is_not_captured() -> None:
     assert CapturePolicy(0.0).admit(YES, supported=True).refusal == "not_sampled"
 
 
-def test_a_request_that_caps_its_drafts_is_known() -> None:
+def test_a_request_with_a_draft_cap_is_marked() -> None:
     """Three of them with no drafts at all had a good draft rolled back."""
     admit = CapturePolicy(1.0).admit
     assert admit({"tide_k_max": 0}, supported=True).capped
     assert not admit(YES, supported=True).capped
 
 
-def test_every_reason_is_told_and_counts_requests() -> None:
+def test_every_reason_is_reported_and_counts_requests() -> None:
     (text,) = [metric.text for metric in ENGINE if metric.name == "dropped_rows"]
     assert [reason for reason in REFUSALS if reason not in text] == []
     assert frozenset(REFUSALS) == REQUEST_REASONS
@@ -76,7 +76,7 @@ def test_every_reason_is_told_and_counts_requests() -> None:
 
 
 def salted(**salts: str | None) -> Any:
-    """A scheduler with requests that have these salts."""
+    """Return a scheduler with requests that have these salts."""
     return idle_scheduler(
         {
             name: SimpleNamespace(cache_salt=salt, num_prompt_tokens=1)
@@ -136,7 +136,7 @@ def ring() -> Iterator[RingWriter]:
 
 
 def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any:
-    """A worker's part of TIDE with nothing but capture."""
+    """The worker's part of TIDE with capture alone."""
     tide = object.__new__(kind)
     tide.capture = Admission(ring, CaptureConfig(consent=consent))
     tide.control = tide.swapper = tide._verification = None
@@ -155,7 +155,7 @@ def step(brought: list[Any], order: Any, ended: tuple[str, ...] = ()) -> Any:
 
 
 @pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
-def test_a_salt_counts_before_the_request_is_decided_about(
+def test_a_salt_counts_before_the_admission_of_the_request(
     kind: type[Any], ring: RingWriter
 ) -> None:
     tide = made(kind, ring)
@@ -164,7 +164,7 @@ def test_a_salt_counts_before_the_request_is_decided_about(
     assert [ticket.refusal for ticket in tickets] == [None, "salted"]
     assert tide.capture.dropped == {"salted": 1}
     assert tide._guard.faults == {}
-    # Nothing is remembered of a request that ended.
+    # Nothing is stored about a request that ended.
     tide.begin_step(step([], None, ("a", "b")))
     assert not tide.capture._tickets and not tide.capture._salted
 
@@ -173,7 +173,7 @@ def test_a_salt_counts_before_the_request_is_decided_about(
 def test_nothing_is_written_before_a_step_is_launched(
     ring: RingWriter, brought: tuple[str, ...]
 ) -> None:
-    """Where there is a step: at its end. An empty one has nobody to wait for."""
+    """At the end of a step, if there is one. An empty step has nothing to wait for."""
     tide, done = made(WorkerTideV2, ring), []
     landed = SimpleNamespace(ended=("x",), req_ids=["x"])
 
@@ -192,7 +192,7 @@ def test_nothing_is_written_before_a_step_is_launched(
     assert done == order and not tide._guard.faults
 
 
-def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
+def test_dummy_requests_of_vllm_are_recognized() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     prefixes = set()
@@ -209,7 +209,7 @@ def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
     ("consent", "dropped"),
     [("opt_in", {"not_opted_in": 1}), ("off", {"consent_off": 1}), ("opt_out", {})],
 )
-def test_the_recorder_obeys_the_knob(
+def test_the_recorder_follows_the_knob(
     ring: RingWriter, consent: Consent, dropped: dict[str, int]
 ) -> None:
     tide = made(WorkerTideV2, ring, consent)
@@ -218,7 +218,7 @@ def test_the_recorder_obeys_the_knob(
 
 
 @pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
-def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
+def test_excluded_requests_stay_excluded_when_capture_resumes(
     kind: type[Any], ring: RingWriter
 ) -> None:
     tide, now = made(kind, ring), [0.0]

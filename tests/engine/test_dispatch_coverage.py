@@ -13,7 +13,7 @@ LIMIT = 512  # vLLM's largest captured number of tokens
 
 
 def sizes(most: int, requests: int) -> list[int]:
-    """What vLLM's configuration captures (`VllmConfig._set_cudagraph_sizes`)."""
+    """Return what vLLM's configuration captures (`_set_cudagraph_sizes`)."""
     rows = most + 1
     limit = min(requests * rows * 2, LIMIT)
 
@@ -54,7 +54,7 @@ def manager(most: int, requests: int, table: list | None, varlen: bool = False) 
 
 
 def of_tide(most: int, requests: int) -> Any:
-    """The target's; the draft's is planned alike."""
+    """The target's dispatcher; the draft's is planned alike."""
     from vllm_tide.engine.adaptive_arguments import offered, replay_each, table_of
 
     table = table_of(most, requests)
@@ -65,7 +65,7 @@ def of_tide(most: int, requests: int) -> Any:
 
 
 def modes(made: Any, length: int) -> list[str]:
-    """How each batch of up to 128 requests that all verify `length` tokens runs."""
+    """Return the modes of batches of up to 128 requests that verify `length` tokens."""
     rows, limit = length + 1, made.compilation_config.max_cudagraph_capture_size
     batches = range(1, min(128, made.max_num_reqs, limit // rows) + 1)
     modes = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
@@ -96,21 +96,19 @@ def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests
     # vLLM captures the largest first and measures memory with these.
     tokens = [desc.num_tokens for desc in made._capture_descs[full]]
     assert tokens == sorted(tokens, reverse=True)
-    # Ragged steps run as they did.
+    # Ragged steps run as before.
     for count in range(1, captured[-1] + 1):
         assert made.dispatch(1, count, None, 0) == static.dispatch(1, count, None, 0)
 
 
 def layout(desc: Any, count: int, rows: int) -> tuple[int, bool]:
-    """What FlashAttention 3's plan of a step depends on: requests; one row each."""
+    """Inputs of FlashAttention 3's plan of a step: requests; one row each."""
     return -(-(desc.num_reqs or count) // 4), rows == 1
 
 
 @pytest.mark.parametrize("requests", [1, 3, 8, 64])
 @pytest.mark.parametrize("lengths", [[0, 1, 3], []])
-def test_each_graph_replays_the_plan_it_was_captured_for_where_lengths_are_mixed(
-    requests, lengths
-):
+def test_each_graph_replays_its_captured_plan_for_mixed_lengths(requests, lengths):
     from vllm_tide.engine.adaptive_arguments import replay_each
 
     upstream = manager(3, requests, None, varlen=True)

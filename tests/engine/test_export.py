@@ -1,4 +1,4 @@
-"""Unpatched vLLM loads what `vllm-tide export` wrote, in either form."""
+"""Unpatched vLLM loads the output of `vllm-tide export`, in either form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("offline_export.py")
 
 
 def make_draft(target: Path, folder: Path) -> Eagle3Draft:
-    """Pruned, with scaled rotation: whatever a form could lose."""
+    """Return a pruned draft with scaled rotation: everything that a form could lose."""
     rows = TargetRows.load(target)
     shape = Eagle3Config(
         hidden_size=toys.HIDDEN,
@@ -66,7 +66,7 @@ def run_export(*argv: object) -> int:
 
 
 def cached(target: Path, folder: Path) -> Path:
-    """Put a model where the hub's cache would have it as `org/toy`."""
+    """Place a model where the hub's cache would have it as `org/toy`."""
     model = folder / "hub" / "models--org--toy"
     (model / "snapshots").mkdir(parents=True)
     (model / "refs").mkdir()
@@ -95,11 +95,11 @@ def load(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_unpatched_vllm_serves_an_exported_draft_as_vllm_serves_the_original(tmp_path):
+def test_unpatched_vllm_serves_an_exported_draft_as_the_original(tmp_path):
     target = toys.make_target(tmp_path / "target")
     draft = make_draft(target, tmp_path / "draft")
     spec, flat = tmp_path / "spec", tmp_path / "flat"
-    # Named as on the hub, which is asked for nothing: it lies in the cache.
+    # Named as on the hub; no request is made, since it is in the cache.
     argv = ("--from", tmp_path / "draft", "--target", cached(target, tmp_path))
     argv += ("--num-speculative-tokens", 4)
     assert run_export(spec, *argv) == 0
@@ -124,7 +124,7 @@ def test_unpatched_vllm_serves_an_exported_draft_as_vllm_serves_the_original(tmp
 
 
 class Engine:
-    """What a running engine leaves for others to read."""
+    """Files of a running engine that others read."""
 
     def __init__(self, folder: Path) -> None:
         self.target = toys.make_target(folder / "target")
@@ -166,7 +166,7 @@ def engine(tmp_path):
     made.segment.close()
 
 
-def test_a_running_engines_draft_is_exported_with_what_was_measured(
+def test_a_running_engines_draft_is_exported_with_its_measurements(
     engine, tmp_path, capsys
 ):
     from safetensors.torch import load_file
@@ -207,9 +207,9 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
         "architectures": ["LlamaForCausalLM"],
         "name_or_path": "org/name",
     }
-    # While a fast draft is served nothing is; then its base, by the base's number.
+    # While a fast draft is served, no export; then its base, by the base's number.
     part = {"fc.weight": tensors["fc.weight"]}
-    # An older base is given back by a change of nothing: no weights to export.
+    # An older base is published as an empty change: no weights to export.
     for version, fast, sent in ((4, True, part), (5, False, {})):
         meta = {"adaptation": {"fast": fast, "base": 3}, "delta": {"base": "00"}}
         writer.publish(as_wire(sent), version=version, parent_version=3, meta=meta)
@@ -219,7 +219,7 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     writer.publish(as_wire(tensors), version=6, parent_version=3, meta=meta)
     assert run_export(tmp_path / "base", *run) == 0
     assert "version 3" in (tmp_path / "base" / "README.md").read_text()
-    # Going back to the checkpoint publishes it; nobody trained it.
+    # A return to the checkpoint publishes it; it was not trained.
     writer.publish(
         as_wire(tensors), version=7, parent_version=0, meta={"rollback_of": 3, "to": 0}
     )
@@ -229,7 +229,7 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     writer.close()
 
 
-def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
+def test_a_failed_export_gives_one_line(engine, tmp_path, capsys):
     run = ("--run-dir", engine.run_dir)
     cases = [
         ((*run, "--engine", "two"), "no live engine 'two'"),
@@ -249,7 +249,7 @@ def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
+def test_a_stored_draft_is_exported_without_an_engine(engine, tmp_path, capsys):
     from safetensors.torch import load_file
 
     from vllm_tide.deploy.store import DraftStore, store_fingerprint
@@ -274,7 +274,7 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
     assert "| 1.750 |" in card and "| +0.2500 |" in card and "version 9" in card
 
 
-def test_a_target_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
+def test_a_target_in_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
     snapshot = tmp_path / "models--org--a-b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"architectures": ["X"]}')

@@ -79,7 +79,7 @@ def test_an_invalid_limit_is_counted_and_ignored(bad):
         (None, 20, 5, np.inf, 0.02),  # raised to the least
         (None, 20, 30, np.inf, 0.03),
         (50, 20, 5, 0.05, 0.02),
-        (50, 20, 80, 0.08, None),  # # looser: must not affect other requests
+        (50, 20, 80, 0.08, None),  # looser: must not affect other requests
     ],
 )
 def test_clients_set_limits_where_the_operator_allows(

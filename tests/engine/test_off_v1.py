@@ -1,4 +1,4 @@
-"""Cost of being off on Model Runner V1: questions asked, counted, not timed."""
+"""Cost of drafting that is off on Model Runner V1: calls are counted, not timed."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ SKIPPED_STEPS = 15
 
 
 class Off(Engine):
-    """An engine whose drafts never pay; its clock stands still between the seams."""
+    """An engine with drafts that never pay; its clock stops between the seams."""
 
     def __init__(self, monkeypatch, **config):
         super().__init__(reqs=REQS, policy="adaspec", **config)
@@ -35,7 +35,7 @@ class Off(Engine):
         self.policy.plan = counted
 
     def decode_step(self, seconds=0.02, **xargs):
-        """A request is replaced, and a step."""
+        """Replace a request and run a step."""
         self.new += 1
         self.replace(self.new % len(self.reqs), f"new{self.new}", **xargs)
         return self.go(seconds)
@@ -48,7 +48,9 @@ class Off(Engine):
 
 
 @pytest.mark.parametrize("arrive", [False, True])
-def test_one_step_in_sixteen_asks_whether_requests_arrive_or_not(arrive, monkeypatch):
+def test_one_step_in_sixteen_calls_the_policy_with_or_without_arrivals(
+    arrive, monkeypatch
+):
     engine = Off(monkeypatch)
     asked = [engine.decode_step() if arrive else engine.go() for _ in range(80)]
     assert asked == [1, *[0] * SKIPPED_STEPS] * 5
@@ -57,8 +59,8 @@ def test_one_step_in_sixteen_asks_whether_requests_arrive_or_not(arrive, monkeyp
     assert not engine.control.faults
 
 
-def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
-    """Its rows may be rejected ones, and its drafts' verdict is to be heard."""
+def test_no_step_is_skipped_where_a_request_that_waited_has_drafts(monkeypatch):
+    """Its rows may be rejected, and the outcome of its drafts is to be observed."""
     engine = Off(monkeypatch)
     calls, keep = [], engine.control._backlog.keep
     engine.control._backlog.keep = lambda *a: (calls.append(a[3].copy()), keep(*a))
@@ -71,7 +73,7 @@ def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatc
     assert not engine.control.faults
 
 
-def test_rows_are_kept_as_they_are_in_a_step_like_the_one_before(monkeypatch):
+def test_stored_rows_follow_a_step_equal_to_the_previous_one(monkeypatch):
     engine = Off(monkeypatch)
     calls, keep = [], engine.control._backlog.keep
     engine.control._backlog.keep = lambda *a: (calls.append(a[1:]), keep(*a))
@@ -91,7 +93,7 @@ def test_rows_are_kept_as_they_are_in_a_step_like_the_one_before(monkeypatch):
     assert not engine.control.faults
 
 
-def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
+def test_rows_of_every_request_are_stored_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(10):
         engine.decode_step()
@@ -105,7 +107,7 @@ def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
     assert (first, len(rows)) == (0, int(computed[new[-1]]))
 
 
-def test_it_is_asked_at_once_when_it_may_be_otherwise(monkeypatch):
+def test_the_policy_is_called_at_once_when_its_decision_may_change(monkeypatch):
     engine = Off(monkeypatch)
     assert engine.go() == 1 and engine.go() == 0
     engine.remove()
@@ -120,7 +122,7 @@ def test_it_is_asked_at_once_when_it_may_be_otherwise(monkeypatch):
     assert engine.go() == 1 and engine.go() == 0
 
 
-def test_with_a_limit_to_keep_it_is_asked_in_every_round(monkeypatch):
+def test_the_policy_is_called_in_every_step_with_a_limit(monkeypatch):
     engine = Off(monkeypatch, client_slo_tpot_ms=10)
     assert engine.go() == 1 and engine.go() == 0
     assert engine.decode_step(tide_slo_tpot_ms=40) == 1
@@ -129,7 +131,7 @@ def test_with_a_limit_to_keep_it_is_asked_in_every_round(monkeypatch):
     assert [engine.go() for _ in range(SKIPPED_STEPS + 1)] == [0] * SKIPPED_STEPS + [1]
 
 
-def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
+def test_prefill_time_is_not_counted_as_plain_step_time(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(8):
         assert engine.go() == 1

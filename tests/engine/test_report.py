@@ -1,4 +1,4 @@
-"""What the worker tells vLLM, whose encoder takes Python's own types only."""
+"""The worker's report to vLLM: its encoder accepts only Python's own types."""
 
 import enum
 import math
@@ -44,7 +44,7 @@ def test_every_number_becomes_one_that_vllm_can_send():
 
 
 def reporting(stats):
-    """A worker's part of TIDE with nothing but control."""
+    """The worker's part of TIDE with control alone."""
     tide = object.__new__(WorkerTideV1)
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
@@ -58,7 +58,7 @@ def reporting(stats):
     return tide
 
 
-def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
+def test_a_policy_that_reports_numpy_or_nothing_does_not_block():
     output = SimpleNamespace(tide=None)
     tide = reporting(lambda: {"draft_depth": np.float64(1.25)})
     tide.on_sampled(output, None, None, None)
@@ -73,8 +73,8 @@ def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
     assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0
 
 
-def test_a_report_asks_nothing_of_the_run_directory():
-    """Its file system may stall, and the model's thread makes the report."""
+def test_a_report_does_not_access_the_run_directory():
+    """Its file system may stall, and the report runs in the model's thread."""
     threads = []
     tide = reporting(dict)
 

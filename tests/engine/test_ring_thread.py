@@ -1,4 +1,4 @@
-"""Capture that leaves writing to a thread: the same records, and nobody waits."""
+"""Capture that writes in a thread: the same records, without waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 9 + 4 + 1  # of a step of `Engine`
 
 
 class Threaded(Engine):
-    """An engine whose thread writes as often as the test lets it."""
+    """An engine with a thread that writes as often as the test permits."""
 
     def __init__(self, teacher="hidden", capacity=1 << 18, open_=True):
         super().__init__(teacher, capacity)
@@ -42,13 +42,13 @@ class Threaded(Engine):
         return step
 
     def learn(self):
-        """Wait for the thread, then look as the next step would."""
+        """Wait for the thread, then poll it as the next step would."""
         for done, _ in list(self.capture._under_way):
             done.exception(timeout=30)
         self.capture._settle()
 
     def seeds(self):
-        """Of each key, the versions of its records; 1 each for an end record."""
+        """Return the versions of the records of each key; 1 each for an end record."""
         seeds = defaultdict(list)
         for record in self.records():
             seeds[record.key].append(record.draft_version)
@@ -74,7 +74,7 @@ def engine():
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_the_records_are_those_without_a_thread(engine, teacher):
+def test_records_equal_those_without_a_thread(engine, teacher):
     plain, threaded, records = Engine(teacher), engine(teacher), []
     for each in (plain, threaded):
         for seed in range(3):
@@ -93,7 +93,7 @@ def test_the_records_are_those_without_a_thread(engine, teacher):
     plain.close()
 
 
-def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
+def test_rows_are_stored_until_written_and_the_step_does_not_wait(engine):
     each = engine(open_=False)
     begin = time.monotonic()
     steps = [each.write(seed) for seed in range(3)]
@@ -111,8 +111,8 @@ def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
     assert each.stage(4).staged is not None
 
 
-def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
-    """Though its later steps were on their way, and there is room again."""
+def test_a_truncated_request_has_no_record_after_the_gap(engine):
+    """Though its later steps were in flight, and there is space again."""
     each = engine(capacity=1 << 11, open_=False)
     each.capture.budget.take = lambda *args: None
     for seed in range(3):
@@ -135,7 +135,7 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert {k for k, t in tickets.items() if t.refusal == "cut_short"} == cut
     lost = each.ring.dropped_rows["full"] + each.capture.dropped["cut_short"]
     assert each.capture.rows + lost == 3 * ROWS
-    # They are told from the others by their end alone.
+    # Only their end distinguishes them from the others.
     each.write_permits.release(1)
     each.capture.forget("abc")
     each.learn()
@@ -143,7 +143,7 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert not each.capture._cut
 
 
-def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
+def test_a_fault_of_the_thread_is_counted_by_the_guard(engine, monkeypatch):
     each, guard = engine(), Guard("capture")
     write = each.ring.write
 
@@ -165,7 +165,7 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     assert len(each.capture._stage._free) == 3
 
 
-def test_what_is_under_way_is_written_before_the_end(engine):
+def test_pending_writes_are_written_before_the_end(engine):
     each = engine(open_=False)
     each.write(), each.capture.forget("ab")
     threading.Timer(0.2, each.write_permits.release, (2,)).start()
@@ -173,7 +173,7 @@ def test_what_is_under_way_is_written_before_the_end(engine):
     assert len(each.records()) == 5 and each.capture.rows == ROWS
 
 
-def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
+def test_shutdown_waits_no_longer_than_it_must(engine, monkeypatch):
     monkeypatch.setattr(recorder, "DRAIN_S", 0.1)
     each = engine(open_=False)
     each.write()
@@ -186,7 +186,7 @@ def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
     assert each.ring.drops == {"closed": 3} and each.capture.rows == 0
 
 
-def test_a_pause_ends_requests_behind_what_is_under_way(engine):
+def test_a_pause_ends_requests_behind_pending_writes(engine):
     each = engine(open_=False)
     each.write(0)
     late = each.stage(1)

@@ -1,4 +1,4 @@
-"""A run directory that loses files, or has no room for any: serving goes on."""
+"""A run directory that loses files or has no space left: serving continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(made, dict(tide._losses))
 
 
 @pytest.mark.slow
-def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
+def test_a_full_run_directory_gives_one_line_and_a_count(tmp_path):
     run = tmp_path / "run"
     argv = [sys.executable, "-c", WITHOUT_SPACE, str(run)]
     lines = subprocess.run(argv, stdout=-1, text=True, check=True).stdout.splitlines()
@@ -46,7 +46,7 @@ def test_a_full_run_directory_is_one_sentence_and_a_count(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_an_engine_serves_on_without_its_segments_and_manifest(tmp_path: Path) -> None:
+def test_an_engine_serves_without_its_segments_and_manifest(tmp_path: Path) -> None:
     target = toys.make_target(tmp_path / "target")
     draft = toys.make_draft(tmp_path / "draft", target)
     run = tmp_path / "run"

@@ -30,7 +30,7 @@ def drafting(steps, **off):
 def test_disabled_drafting_is_logged_once_with_its_reason(caplog):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     log = ServerLog()
-    log.report(drafting(100), 0.0)  # # drafts: no line
+    log.report(drafting(100), 0.0)  # drafts: no line
     log.report(drafting(150, no_gain=49, check=1), 10.0)
     log.report(drafting(250, no_gain=149, check=1), 20.0)
     log.report(drafting(350, no_gain=150, check=1), 21.0)  # too soon

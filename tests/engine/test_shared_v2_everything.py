@@ -27,7 +27,7 @@ STEEP = [[[1, 0.3], [4, 0.3]], [[3, 1.0], [64, 200.0]]]
 
 
 def by_source(report: dict[str, Any]) -> dict[bool, tuple[int, int, int]]:
-    """Rounds, drafted and accepted tokens of the draft (False) and the memory."""
+    """Return steps, drafted and accepted tokens of the draft (False) and the memory."""
     counts = {}
     for memory in (False, True):
         own = [
@@ -41,7 +41,7 @@ def by_source(report: dict[str, Any]) -> dict[bool, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("garbage", [False, True])
-def test_outputs_are_the_targets_own_and_each_source_is_counted_alone(
+def test_outputs_are_the_targets_own_and_each_source_is_counted_separately(
     served, greedy, other_draft, garbage
 ):
     """With a weak draft, so that the memory's tokens are the better ones."""
@@ -65,16 +65,16 @@ def test_outputs_are_the_targets_own_and_each_source_is_counted_alone(
     assert sum(report["contexts_accepted"].values()) <= by[False][2]
 
 
-def test_adaspec_begins_with_the_costs_that_vllm_measured(served, greedy):
+def test_adaspec_starts_with_the_costs_that_vllm_measured(served, greedy):
     report = served(PROMPTS, forget=True, max_tokens=16, curves=CURVES)
     assert report["tokens"] == greedy(PROMPTS, 16)
     assert report["faults"] == report["control_faults"] == {}
-    # Times are predicted, and were compared with what was measured.
+    # Times are predicted, and were compared with measurements.
     assert report["policy"]["plain_step_seconds"] > 0
     assert report["policy"]["time_error"] >= 0
 
 
-def test_drafts_are_cut_to_what_pays(served, greedy):
+def test_drafts_are_cut_to_the_length_that_pays(served, greedy):
     work = {"forget": True, "max_tokens": 16, "script": [[3, 3]], "curves": STEEP}
     report = served(PROMPTS, **work)
     assert report["tokens"] == greedy(PROMPTS, 16)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from vllm_tide.engine import staged_draft as stage
 
 
-def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):
+def test_the_thread_selects_the_device_of_its_buffer_before_it_polls(monkeypatch):
     done = []
     monkeypatch.setattr(stage.torch.cuda, "set_device", done.append)
     upload_buffer = SimpleNamespace(device="cuda:3")
@@ -23,7 +23,7 @@ def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):
 
 
 def test_no_draft_is_copied_to_a_device_before_the_first_step(monkeypatch):
-    """A query of another thread ends the capture of a graph, and with it the server."""
+    """A query from another thread ends a graph's capture, and with it the server."""
     uploads = []
     upload_buffer = SimpleNamespace(device="cuda:0", upload=uploads.append)
     publication = SimpleNamespace(version=1, meta={}, tensors={})

@@ -93,7 +93,7 @@ def order(manager, limit=np.inf, version=0, step_costs=True):
 
 
 def best(context: int, limit: float = np.inf) -> int:
-    """The budget of most tokens per second, one by one."""
+    """Return the budget of most tokens per second by brute force."""
     model = FirstPassAlways(StepTimes(TIMES))
     drafting = model.draft_curve(REQS, context, 10, K)[K]
     scores = np.sort(SURVIVAL.ravel())[::-1]
@@ -110,7 +110,7 @@ def verified(manager) -> int:
     return manager.get_num_tokens(TOKENS, DRAFTS) - REQS
 
 
-def test_a_longer_context_makes_the_step_dearer_and_cuts_less(make):
+def test_a_longer_context_raises_the_cost_and_verifies_more(make):
     counts = []
     for context in (0, 200, 400, 800):
         manager = make(context)
@@ -121,7 +121,7 @@ def test_a_longer_context_makes_the_step_dearer_and_cuts_less(make):
     assert counts == sorted(counts) and 0 < counts[0] < counts[-1]
 
 
-def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
+def test_only_the_plain_step_exceeds_its_time_limit(make):
     free = best(0)
     counts = []
     for limit in (np.inf, 13e-3, 11.5e-3, 1e-9):
@@ -134,14 +134,14 @@ def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
 
 
 @pytest.mark.parametrize("step_costs", [False, True])
-def test_without_prices_or_times_upstream_decides_as_ever(make, step_costs):
+def test_upstream_decides_unchanged_without_costs_or_times(make, step_costs):
     manager = make(times=None)
     order(manager, step_costs=step_costs)
     manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
     assert verified(manager) == 3  # up to the stair
 
 
-def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
+def test_upstreams_measurements_are_refined_alike_on_every_rank(make):
     tables = []
     ranks = [make(times=None, costs=tables.append) for _ in range(2)]
     stair = [(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)]
@@ -159,14 +159,14 @@ def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
             )
             assert verified(manager) == drafts
             assert manager.guard.faults == {}
-    # Serving found that few rows take longer than some.
+    # Serving measured that few rows take longer than some.
     seen.target.take([*(3.0 if rows <= 4 else 0.0 for rows in KNOTS), 0.0])
     order = {"step_costs": (np.inf, seen.learnt())}
     ranks[0].begin_step(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
     assert verified(ranks[0]) > 3
 
 
-def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
+def test_drafts_are_verified_whole_until_the_estimator_has_learned(
     make,
 ):
     manager = make(800, full_verify_share=0.5, young=True)
@@ -181,10 +181,10 @@ def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_th
     order(manager, version=1)
     assert verified(manager) == REQS * K
     order(manager, limit=1e-9, version=1)
-    assert verified(manager) == 0  # a limit holds then too
+    assert verified(manager) == 0  # a limit applies then too
 
 
-def test_a_fault_of_ours_leaves_upstreams_costs(make):
+def test_a_fault_of_tide_keeps_upstreams_costs(make):
     manager = make(800)
     order(manager)
     manager._step_costs = ("nonsense",)
@@ -193,12 +193,12 @@ def test_a_fault_of_ours_leaves_upstreams_costs(make):
     for _ in range(LIMIT):
         verified(manager)
     assert manager.guard.tripped
-    for _ in range(3001):  # steps, not seconds: every rank must try in the same one
+    for _ in range(3001):  # steps, not seconds: all ranks explore in the same one
         order(manager)
     assert not manager.guard.tripped
 
 
-def test_the_host_learns_what_the_device_verified(make):
+def test_the_host_reads_what_the_device_verified(make):
     manager = make(800)
     order(manager)
     total = manager.get_num_tokens(TOKENS, DRAFTS)
@@ -242,7 +242,7 @@ def test_the_host_learns_what_the_device_verified(make):
     assert step.start.tolist() == [60 - 1 - drafts[0], 70 - 1 - drafts[1]]
 
 
-def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
+def test_costs_go_from_the_leader_through_the_scheduler_to_every_rank():
     control = begun(trims=False)
     assert control.step_costs() is None
     control.times = StepTimes(TIMES)
@@ -258,7 +258,7 @@ def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
     assert control.step_costs() is None
 
 
-def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
+def test_the_limit_is_the_tightest_that_plain_decoding_meets():
     control = begun(trims=False)
     control.times = StepTimes(TIMES)
     slo = control._book.slo
@@ -291,7 +291,7 @@ def worker(control):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
+def test_a_backend_without_mixed_lengths_gives_a_cap_and_one_warning(
     asynchronous, caplog
 ):
     control = begun(trims=False)
@@ -317,10 +317,10 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
 @pytest.mark.parametrize(
     ("probe_share", "whole_steps"), [(0.005, 0.01), (0.3, 0.01), (0, 0)]
 )
-def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
+def test_the_frequency_of_whole_drafts_is_no_share_of_time(
     monkeypatch, probe_share, whole_steps
 ):
-    """The canary lives on those steps: less exploration must not starve it."""
+    """The canary needs those steps: less exploration must not starve it."""
     given = []
 
     class Recorded:

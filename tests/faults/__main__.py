@@ -40,7 +40,7 @@ def _kinds() -> list[str]:
 
 
 def _chosen(args: argparse.Namespace) -> list[Fault]:
-    """The kinds of faults that were asked for.
+    """Return the requested kinds of faults.
 
     Raises:
         BenchError: One of them does not exist.

@@ -18,7 +18,7 @@ from .fault import Fault
 from .scene import NotRecovered, Scene
 from .trainer import AGAIN, order
 
-_LATEST, _SEQUENCE = 0, 1  # words of a weights segment
+_LATEST, _SEQUENCE = 0, 1  # atomics of a weights segment
 DAMAGED_BYTES = 4096
 ROWS, SWAPS = "vllm_tide:captured_rows_total", "vllm_tide:swaps_total"
 REFUSED = "vllm_tide:refused_drafts_total"
@@ -27,7 +27,7 @@ WEIGHTS_LOST = "vllm_tide:faults_total{weights_lost}"
 
 
 def poke(name: str, at: int, data: bytes) -> None:
-    """Overwrite bytes of a segment without joining it."""
+    """Overwrite bytes of a segment without attaching to it."""
     fd = os.open(f"{SHM_DIR}/{name}", os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, data, at)
@@ -36,7 +36,7 @@ def poke(name: str, at: int, data: bytes) -> None:
 
 
 def peek(name: str, at: int, count: int) -> bytes:
-    """Bytes of a segment, read without joining it."""
+    """Read bytes of a segment without attaching to it."""
     fd = os.open(f"{SHM_DIR}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(fd, count, at)
@@ -45,18 +45,18 @@ def peek(name: str, at: int, count: int) -> bytes:
 
 
 def read_atomic(name: str, number: int) -> int:
-    """A word of page 1."""
+    """Return an atomic of page 1."""
     return int.from_bytes(peek(name, ATOMICS_AT + number * LINE_BYTES, 8), "little")
 
 
 def write_atomic(name: str, number: int, value: int) -> None:
-    """Overwrite a word of page 1."""
+    """Overwrite an atomic of page 1."""
     poke(name, ATOMICS_AT + number * LINE_BYTES, value.to_bytes(8, "little"))
 
 
 @contextlib.contextmanager
 def trainer_stopped(scene: Scene) -> Iterator[None]:
-    """It neither reads nor publishes meanwhile."""
+    """Suspend the trainer: it neither reads nor publishes."""
     trainer = scene.trainer
     trainer.send_signal(signal.SIGSTOP)
     try:
@@ -66,7 +66,7 @@ def trainer_stopped(scene: Scene) -> Iterator[None]:
 
 
 async def fill_ring(scene: Scene, rng: random.Random) -> None:
-    """Nobody reads until the ring is full; then somebody does again."""
+    """Read nothing until the ring is full; then read again."""
     key = "vllm_tide:dropped_rows_total{over_budget}"
     before = (await scene.reading()).get(key, 0)
     scene.struck()
@@ -76,7 +76,7 @@ async def fill_ring(scene: Scene, rng: random.Random) -> None:
 
 
 async def damage_ring(scene: Scene, rng: random.Random) -> None:
-    """Random bytes over records that nobody has read yet."""
+    """Write random bytes over records that were not read yet."""
     ring = scene.manifest().ring
     before = (await scene.reading()).get("ring:corrupt_records", 0)
     with trainer_stopped(scene):
@@ -95,10 +95,10 @@ async def damage_ring(scene: Scene, rng: random.Random) -> None:
 
 
 async def damage_atomics(scene: Scene, rng: random.Random) -> None:
-    """A random value over one of the words that both sides steer by.
+    """Write a random value over one of the atomics that both sides depend on.
 
-    Those that stand until the next drop or pause are left out: nothing mends a word,
-    its owner just stores it again when it changes.
+    Atomics that stay until the next drop or pause are excluded: a side does not repair
+    an atomic but stores it again when it changes.
     """
     ring = scene.manifest().ring
     stand = (
@@ -113,12 +113,12 @@ async def damage_atomics(scene: Scene, rng: random.Random) -> None:
         value = rng.getrandbits(64)
     scene.struck()
     write_atomic(ring, chosen, value)
-    await scene.until("a stored word", lambda _: read_atomic(ring, chosen) != value)
+    await scene.until("a stored atomic", lambda _: read_atomic(ring, chosen) != value)
     await rows_flow(scene)
 
 
 async def shrink_ring(scene: Scene, rng: random.Random) -> None:
-    """The ring loses its end, or all of it: nothing is captured until a restart."""
+    """Truncate or unlink the ring: nothing is captured until a restart."""
     await _shrink(scene, rng, scene.manifest().ring, RING_LOST)
     rows = await settled(scene, ROWS)
     if await settled(scene, ROWS) != rows:
@@ -126,7 +126,7 @@ async def shrink_ring(scene: Scene, rng: random.Random) -> None:
 
 
 async def shrink_weights(scene: Scene, rng: random.Random) -> None:
-    """The weights segment loses its end, or all of it: no swap until a restart."""
+    """Truncate or unlink the weights segment: no swap until a restart."""
     await _shrink(scene, rng, scene.manifest().weights, WEIGHTS_LOST)
     swaps = await settled(scene, SWAPS)
     path = order(scene.run_dir, AGAIN, 0)
@@ -147,32 +147,32 @@ async def _shrink(scene: Scene, rng: random.Random, name: str, counter: str) -> 
 
 
 async def settled(scene: Scene, counter: str) -> float:
-    """A counter once what is in flight has ended and a later request was right."""
+    """Return a counter after the requests in flight and a later right answer."""
     if wrong := await scene.load.settle():
         raise NotRecovered(wrong)
     return (await scene.reading()).get(counter, 0)
 
 
 async def damage_weights(scene: Scene, rng: random.Random) -> None:
-    """A new version appears whose bytes are not what its sums say."""
+    """Forge a new version with bytes that contradict its digest."""
     name = scene.manifest().weights
     if not read_atomic(name, _LATEST):
-        await scene.good_head()
-    # A head that it publishes now would have the number that is forged here.
+        await scene.good_draft()
+    # A draft published now would have the version that is forged here.
     with trainer_stopped(scene):
         before = total(await scene.reading(), REFUSED)
         _forge_version(scene, rng, name)
         await scene.until("a refusal", lambda r: total(r, REFUSED) > before)
-    await scene.good_head()
+    await scene.good_draft()
 
 
 def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
     latest = read_atomic(name, _LATEST)
     slot_bytes = (os.stat(f"{SHM_DIR}/{name}").st_size - DATA_AT) // 2
     starts = [DATA_AT, DATA_AT + slot_bytes]
-    heads = [SLOT_HEAD.unpack(peek(name, at, SLOT_HEAD.size)) for at in starts]
-    slot = 0 if heads[0][1] == latest else 1
-    magic, _, size, digest = heads[slot]
+    headers = [SLOT_HEAD.unpack(peek(name, at, SLOT_HEAD.size)) for at in starts]
+    slot = 0 if headers[0][1] == latest else 1
+    magic, _, size, digest = headers[slot]
     body = bytearray(peek(name, starts[slot], BLOB_AT + size))
     forged = SLOT_HEAD.pack(magic, latest + 1, size, digest)
     body[: SLOT_HEAD.size] = forged
@@ -184,11 +184,11 @@ def _forge_version(scene: Scene, rng: random.Random, name: str) -> None:
 
 
 async def rows_flow(scene: Scene) -> None:
-    """Rows are written and read again."""
+    """Wait until rows are written and read again."""
     least = await scene.reading()
 
     def grew(now: Reading, key: str) -> bool:
-        # A trainer that was started anew counts from 0, some time after it joined.
+        # A restarted trainer counts from 0, some time after it joined.
         value = now.get(key, least.get(key, 0))
         least[key] = min(least.get(key, 0), value)
         return value > least[key]
@@ -204,7 +204,7 @@ FAULTS = (
         "damage_words",
         damage_atomics,
         None,
-        uncounted="the word's owner stores it again, which the suite reads there",
+        uncounted="its writer stores the atomic again, which the suite reads there",
     ),
     Fault("damage_weights", damage_weights, REFUSED),
     Fault("shrink_ring", shrink_ring, RING_LOST, 0.2, lasting=True),

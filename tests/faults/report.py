@@ -13,7 +13,7 @@ from .suite import FAULTS, OK, Row
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Figures of each kind: how many, how many recovered, in what time (s)."""
+    """Return figures of each kind: number, recovered, recovery time (s)."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.kind].append(row)
@@ -32,7 +32,7 @@ def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a Markdown table, one for each kind."""
+    """Return lines of a Markdown table, one for each kind."""
     lines = [
         "| fault | recovered | recovery p50 / max (s) | counted by |",
         "| --- | --- | --- | --- |",
@@ -56,7 +56,7 @@ def write(
     rows: Sequence[Mapping[str, object]],
 ) -> None:
     """Write a document and its rows, one a line, under a name."""
-    head = json.dumps(document, indent=1)[:-2]
+    text = json.dumps(document, indent=1)[:-2]
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n "{name}": [\n{body}\n ]\n}}\n', encoding="utf-8")
+    path.write_text(f'{text},\n "{name}": [\n{body}\n ]\n}}\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Feeds and sources of feeds that are lists."""
+"""Feeds and feed sources made of lists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class FakeFeed:
 
 
 class FakeSource:
-    """Engines that a test puts in; `others` have another target."""
+    """A source of engines that a test adds; `others` have another target."""
 
     def __init__(self, *feeds):
         self.feeds = {feed.id: feed for feed in feeds}
@@ -118,7 +118,7 @@ def feeds_of(*fakes):
 
 
 def scan(feeds):
-    """Look at the engines now, not in a second."""
+    """Scan for engines now instead of after a second."""
     feeds._next_scan = 0.0
     return feeds.poll()
 

@@ -1,4 +1,4 @@
-"""Requests of a step by hand, and what records must say of them: one after another."""
+"""Requests of a step by hand, and their expected records, one after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = (
 def request_rows(
     tickets: list[Ticket], chance: float = 1.0, cost: float = 1.0, **columns: Any
 ) -> RequestRows:
-    """Columns that are not named are 0."""
+    """Return columns; those that are not named are 0."""
     made = RequestRows.of(tickets, step_rows(np.zeros(0, np.int32), cost=cost))
     for name in COLUMNS:
         made.table[name] = columns.get(name, 0)
@@ -39,7 +39,7 @@ def step_rows(
     concurrency: int = 0,
     **more: Any,
 ) -> Step:
-    """A step of which nothing but its rows is asked; without features, none of them."""
+    """A step with nothing but its rows; without features, none of them."""
     none = np.zeros(0, np.int32)
     rows = SimpleNamespace(features=features, hidden=hidden, topk=topk)
     full = features is not None
@@ -109,7 +109,7 @@ def expected(
                 taught[j] = tuple(part[at] for part in stored.topk)
         begin = 0
         while True:
-            # Rows that nobody has to verify may be sent ahead, as much as fits well.
+            # Rows that need no verification may be sent ahead, as many as fit.
             end = min(begin + max_rows, known - 1)
             last = count - begin <= max_rows or begin >= known - 1
             end = count if last else end

@@ -50,7 +50,7 @@ def until(check, what):
 
 
 def drain(feeds, engines=(), seconds=5.0, count=None):
-    """Identities of what is read, by engine; `count` records or until it is quiet."""
+    """Return identities of records by engine; `count` records or until none come."""
     identities = {name: [] for name in engines}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -66,7 +66,7 @@ def drain(feeds, engines=(), seconds=5.0, count=None):
 
 @pytest.fixture
 def toys(engines, tmp_path):
-    """Engines with the same models."""
+    """Return engines with the same models."""
     return partial(engines, models=make_models(tmp_path / "models"))
 
 
@@ -86,7 +86,7 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     feeds.set_collect(Collect.METADATA)
     assert not a.ring.collect
     assert not b.ring.collect
-    # A trainer that comes after this one goes on from the head.
+    # A later trainer continues from this draft.
     feeds.close()
     only = open_feeds(tmp_path / "host" / "run", engine_id="a")
     assert only.poll().joined == ("a",)
@@ -97,14 +97,14 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     again.close()
 
 
-def test_an_engine_without_capture_is_refused_in_a_sentence(toys):
+def test_an_engine_without_capture_is_refused_in_one_line(toys):
     engine = toys("a", ring="")
     with pytest.raises(TransportError, match="tide.capture.enabled"):
         RingFeed(engine.manifest)
 
 
 @pytest.mark.parametrize("segment", ["ring", "weights"])
-def test_an_engine_whose_memory_was_cut_short_is_dropped(toys, segment):
+def test_an_engine_with_truncated_memory_is_dropped(toys, segment):
     engine = toys("a")
     feeds = open_feeds(engine.run_dir)
     feeds.poll()
@@ -115,8 +115,8 @@ def test_an_engine_whose_memory_was_cut_short_is_dropped(toys, segment):
     feeds.close()
 
 
-def test_versions_that_an_engine_refused_are_passed_over(toys):
-    """Also one that nobody published: its number was damage."""
+def test_versions_that_an_engine_refused_are_skipped(toys):
+    """Also a version that was never published: its number was damage."""
     engine = toys("a")
     feed = RingFeed(engine.manifest)
     for version in (1, 2):
@@ -134,7 +134,7 @@ def test_versions_that_an_engine_refused_are_passed_over(toys):
 
 @pytest.fixture
 def spooled(toys, tmp_path):
-    """An engine, its relay, the store, and a step of the relay."""
+    """Return an engine, its relay, the store, and a step of the relay."""
 
     def make(name="a", url=str(tmp_path / "spool")):
         engine, store = toys(name), open_store(url)
@@ -154,7 +154,7 @@ def read_feed(feed, limit=1000):
     return [identity(record) for record in feed.read(limit)]
 
 
-def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
+def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     s = spooled()
     want = serve_in(s.engine, range(7))
     s.step()
@@ -191,7 +191,7 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     again.close()
 
 
-def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spooled):
+def test_a_reader_resumes_at_its_own_cursor_and_others_read_all(spooled):
     s = spooled()
     want = serve_in(s.engine, range(10))
     s.step()
@@ -211,7 +211,7 @@ def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spoo
         feed.close()
 
 
-def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
+def test_a_second_live_trainer_is_refused_in_one_line(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     monkeypatch.setattr(
@@ -226,7 +226,7 @@ def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
     SpoolFeed(s.store, "a", threaded=False).close()
 
 
-def test_a_head_of_another_trainer_ends_the_feed(spooled):
+def test_a_draft_of_another_trainer_ends_the_feed(spooled):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
@@ -239,7 +239,7 @@ def test_a_head_of_another_trainer_ends_the_feed(spooled):
     assert folder.latest_draft() == 5
 
 
-def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
+def test_records_of_a_dead_engine_are_read_before_its_feed_ends(spooled):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     want = serve_in(s.engine, range(5))
@@ -255,7 +255,7 @@ def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
     feed.close()
 
 
-def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
+def test_a_silent_relay_ends_the_feed(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     assert feed.alive()
@@ -271,7 +271,7 @@ def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
     feed.close()
 
 
-def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
+def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
     spooled, toys, tmp_path, monkeypatch
 ):
     s = spooled()
@@ -322,10 +322,10 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
 
 
 @pytest.mark.parametrize("call", ["read", "folders", "write"])
-def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
+def test_an_engine_joins_while_the_trainers_thread_does_not_wait(
     spooled, toys, tmp_path, monkeypatch, call
 ):
-    """`read` and `folders` hang while it is looked for, `write` while it is opened."""
+    """`read` and `folders` hang during the scan, `write` while it is opened."""
     s = spooled()
     toys("near", tmp_path / "near")
     source = SpoolSource(str(tmp_path / "spool"))
@@ -341,7 +341,7 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
     monkeypatch.setattr(source._store, call, hangs)
     feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
     while not (inside.is_set() and "near" in feeds.ids):
-        s.step()  # the relay goes on saying that it lives
+        s.step()  # the relay continues its heartbeat
         scan(feeds)
         time.sleep(0.01)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""What trainer and relay do to their own process before all else."""
+"""Setup of the trainer's and the relay's process before all else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(os.nice(0))
 
 
 @pytest.mark.slow
-def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path):
+def test_cores_are_disabled_stacks_dumped_and_the_oom_score_raised(tmp_path):
     ours = int(Path("/proc/self/oom_score_adj").read_text())
     child = subprocess.Popen(
         [sys.executable, "-c", CRASH],
@@ -54,7 +54,7 @@ def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path
     )
     with child.stdout, child.stderr:
         soft, hard, adjusted = map(int, child.stdout.read().split())
-        assert "where_it_hangs" in child.stderr.read()  # and it went on
+        assert "where_it_hangs" in child.stderr.read()  # and it continued
     _, status = os.waitpid(child.pid, 0)
     child.returncode = -1
     assert os.WIFSIGNALED(status) and not os.WCOREDUMP(status)
@@ -63,7 +63,7 @@ def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path
     assert adjusted == max(ours, 800)
 
 
-def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
+def test_trainer_and_relay_disable_cores_before_all_else(monkeypatch):
     class Refused(Exception):
         pass
 
@@ -78,7 +78,7 @@ def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_session_becomes_nicer_only_with_the_process_that_leads_it(tmp_path, leads):
+def test_the_session_becomes_nicer_only_with_its_leader(tmp_path, leads):
     """A file that is missing or refuses (a folder) is no error."""
     group = tmp_path / "autogroup"
     group.write_bytes(b"")
@@ -92,7 +92,7 @@ def test_the_session_becomes_nicer_only_with_the_process_that_leads_it(tmp_path,
     assert list(tmp_path.iterdir()) == [group]
 
 
-def test_a_process_that_cannot_be_looked_up_is_not_taken_for_dead():
+def test_a_process_that_cannot_be_read_is_not_considered_dead():
     """Without a free descriptor a live engine's segments would have been removed."""
     me, spare = process.Holder.current(), []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What the relay carries between an engine and its spool, its start and its end."""
+"""The relay between an engine and its spool: transfer, start and end."""
 
 import argparse
 import os
@@ -65,7 +65,7 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     assert folder.read_state().refused_reason == "norm"
 
 
-def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine):
+def test_the_relay_refuses_a_damaged_or_unfit_draft(disk, engine):
     relay = engine.relay(disk)
     folder = engine.folder(disk)
     big = {"fc.weight": ("float32", (1 << 19,), np.zeros(1 << 19, np.float32))}
@@ -86,7 +86,9 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine)
     assert engine.weights.latest_version() == 3
 
 
-def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypatch):
+def test_a_draft_that_arrives_during_a_scan_is_passed_on_once(
+    disk, engine, monkeypatch
+):
     relay, folder = engine.relay(disk), engine.folder(disk)
     folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
     read = EngineFolder.read_draft
@@ -103,11 +105,11 @@ def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypa
     assert folder.read_state().refused_version == 0
 
 
-def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine):
+def test_full_rows_are_collected_while_any_live_trainer_requests_them(disk, engine):
     relay = engine.relay(disk)
     folder = engine.folder(disk)
     settle(relay)
-    assert engine.ring.collect  # nobody to ask: kept for the next trainer
+    assert engine.ring.collect  # no trainer: stored for the next one
     for name, state, collect in (
         ("a", ReaderState("i", unix=1.0, collect=False), False),
         ("b", ReaderState("j", unix=1.0, collect=True), True),
@@ -118,7 +120,7 @@ def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine)
         assert engine.ring.collect is collect
 
 
-def test_storage_that_fails_stops_nothing_and_loses_nothing(
+def test_failing_storage_stops_nothing_and_loses_nothing(
     disk, engine, monkeypatch, caplog
 ):
     relay = engine.relay(disk)
@@ -138,7 +140,7 @@ def test_storage_that_fails_stops_nothing_and_loses_nothing(
 
 
 @pytest.mark.parametrize("which", ["ring", "weights"])
-def test_a_relay_whose_memory_was_cut_short_ends(disk, engine, which):
+def test_a_relay_with_truncated_memory_ends(disk, engine, which):
     relay = engine.relay(disk)
     engine.serve(range(2))
     relay.tick()
@@ -148,7 +150,7 @@ def test_a_relay_whose_memory_was_cut_short_ends(disk, engine, which):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_relay_says_a_last_word(disk, engine, monkeypatch, full):
+def test_the_relay_writes_an_end_state(disk, engine, monkeypatch, full):
     engine.serve(range(2))
     relay = engine.relay(disk)
     if full:
@@ -160,7 +162,7 @@ def test_the_relay_says_a_last_word(disk, engine, monkeypatch, full):
     assert not engine.ring.stats().consumer_alive
 
 
-def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, engine):
+def test_a_serving_engine_does_not_keep_a_relay_from_ending(disk, engine):
     relay = engine.relay(disk)
     flush, seeds = relay._writer.flush, iter(range(100))
 
@@ -181,7 +183,7 @@ def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, 
 # Its start
 
 
-def test_a_server_with_a_spool_has_a_relay_whatever_else_it_wants():
+def test_a_server_with_a_spool_always_has_a_relay():
     assert starts_trainer(parse_tide({}))
     for nobody in (
         {"preset": "control"},
@@ -201,7 +203,7 @@ def relay_command(run_dir, *argv):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """What the command sleeps; the seventh sleep calls what `mend` holds."""
+    """Return the command's sleeps; the seventh calls the function in `mend`."""
     slept, mend = [], []
 
     def sleep(seconds):
@@ -214,7 +216,7 @@ def pauses(monkeypatch):
     return slept, mend
 
 
-def test_what_no_time_mends_is_said_at_once(engine, disk, tmp_path, pauses, capsys):
+def test_permanent_errors_are_reported_at_once(engine, disk, tmp_path, pauses, capsys):
     slept, _ = pauses
     relay, run_dir = engine.relay(disk), engine.run_dir
     for argv, sentence in (
@@ -230,7 +232,7 @@ def test_what_no_time_mends_is_said_at_once(engine, disk, tmp_path, pauses, caps
     engine.relay(disk).close()
 
 
-def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
+def test_an_unreachable_spool_is_retried_while_the_engine_lives(
     engine, tmp_path, monkeypatch, pauses, caplog
 ):
     slept, mend = pauses
@@ -266,7 +268,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
     assert seeds_in(open_store(url)) == {1: [1]}
 
 
-def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
+def test_an_unreachable_spool_is_given_up_when_the_engine_is_gone(
     engine, tmp_path, pauses
 ):
     slept, mend = pauses
@@ -277,19 +279,17 @@ def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
     assert live_data_holders(engine.run_dir) == set()
 
 
-# Another in its place
+# A second relay in its place
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_relay_that_lost_its_claim_writes_nothing_more(
-    disk, engine, monkeypatch, asked
-):
+def test_a_relay_that_lost_its_claim_stops_writing(disk, engine, monkeypatch, asked):
     monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
     relay = engine.relay(disk)
     engine.serve([1, 2])
     relay.tick()
     state = engine.folder(disk).read_state()
-    # Another live process takes its claims, as after 10 s without a word.
+    # Another live process takes its claims, as after 10 s without a heartbeat.
     other = Holder(os.getppid(), start_time(os.getppid()), pid_namespace())
     claims = (
         (engine.ring._segment, Atomic.CONSUMER),

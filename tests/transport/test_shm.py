@@ -55,7 +55,7 @@ def test_gather_never_writes_outside_its_target(offset, parts):
 
 
 @pytest.mark.parametrize("offset", [-8, 4, 25, 32, 2**62])
-def test_words_outside_or_unaligned_are_refused(offset):
+def test_atomics_outside_or_unaligned_are_refused(offset):
     atomics = np.zeros(4, np.uint64)
     with pytest.raises(ValueError):
         _shm.load(atomics, offset)
@@ -68,7 +68,7 @@ def test_words_outside_or_unaligned_are_refused(offset):
     assert not atomics.any()
 
 
-def test_words_hold_the_whole_range_of_u64():
+def test_atomics_hold_the_whole_range_of_u64():
     atomics = np.zeros(4, np.uint64)
     _shm.store(atomics, 8, 2**64 - 1)
     assert _shm.load(atomics, 8) == 2**64 - 1
@@ -82,7 +82,7 @@ def test_words_hold_the_whole_range_of_u64():
         _shm.store(bytes(16), 0, 1)  # read-only
 
 
-def test_a_segment_is_allocated_and_private_whatever_the_umask(segment):
+def test_a_segment_is_allocated_and_private_at_any_umask(segment):
     before = os.umask(0o777)
     try:
         made = Segment.create("test", MAGIC, 1, {}, 4096)
@@ -98,7 +98,7 @@ def test_a_segment_is_allocated_and_private_whatever_the_umask(segment):
     assert not [name for name in os.listdir(SHM_DIR) if role in name]
 
 
-def test_close_unlinks_once_and_other_ends_and_forked_children_do_not(segment):
+def test_close_unlinks_once_but_not_by_other_ends_or_forked_children(segment):
     other = Segment.attach(segment.name, MAGIC, 1)
     other.close()
     pid = os.fork()
@@ -113,7 +113,7 @@ def test_close_unlinks_once_and_other_ends_and_forked_children_do_not(segment):
 
 
 def excluded_from_cores(name):
-    """What the kernel knows of this process's mappings of a segment."""
+    """Return the kernel's dump flags of this process's mappings of a segment."""
     flags = []
     mapped = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -125,7 +125,7 @@ def excluded_from_cores(name):
 
 
 def test_shared_memory_is_left_out_of_cores_on_both_sides(segment):
-    """It holds what users wrote."""
+    """It holds users' text."""
     other = Segment.attach(segment.name, MAGIC, 1)
     assert excluded_from_cores(segment.name) == [True, True]
     other.close()
@@ -158,7 +158,7 @@ def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
         Segment.attach(segment.name, MAGIC, 1)
 
 
-def test_every_damaged_byte_of_the_header_is_noticed():
+def test_every_damaged_byte_of_the_header_is_detected():
     page = (
         Header(MAGIC, 1, 8192, Holder.current(), {"a": 1}).encode().ljust(4096, b"\0")
     )
@@ -183,7 +183,7 @@ def test_a_dead_or_zombie_process_is_not_alive():
     assert holder.alive() is False
 
 
-def test_a_reused_pid_and_another_namespace_are_told_apart():
+def test_a_reused_pid_and_another_namespace_are_distinguished():
     me = Holder.current()
     assert me.alive() is True
     assert Holder.from_u64(me.as_u64, me.namespace) == me

@@ -43,7 +43,7 @@ SPEC = make_spec()
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_records_come_back_to_the_bit(store, teacher):
+def test_records_are_read_back_to_the_bit(store, teacher):
     spec = make_spec(teacher)
     records = [
         make_record(spec, 1),
@@ -59,7 +59,7 @@ def test_records_come_back_to_the_bit(store, teacher):
     assert reader.fetch(EngineState(last_shard=1)) is None
 
 
-def test_a_shard_is_a_safetensors_file_which_its_records_do_not_keep_in_memory():
+def test_records_of_a_shard_do_not_keep_its_file_in_memory():
     builder = ShardBuilder()
     for seed in range(50):
         builder.add(body_of(make_record(SPEC, seed)))
@@ -99,7 +99,7 @@ def test_a_damaged_shard_is_never_read(harm):
         read_shard(manifest, bytes(body), SPEC)
 
 
-def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
+def test_damaged_and_removed_shards_are_skipped_and_counted(store):
     write_shards(store, [[n] for n in range(1, 11)])
     names = files_of(store)
     bodies = [n for n in names if n.endswith(".safetensors")]
@@ -115,7 +115,7 @@ def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
     assert reader.skipped["removed"] == 4
 
 
-def test_a_manifest_cannot_name_a_file_elsewhere(store):
+def test_a_manifest_cannot_name_a_file_outside_its_folder(store):
     write_shards(store, [[1]])
     at = "engines/e1/records/000000000001.json"
     text = store.read(at).decode()
@@ -144,7 +144,7 @@ def test_a_shard_is_closed_by_size_and_by_age(store, monkeypatch):
     assert writer.due()
 
 
-def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
+def test_a_restarted_writer_continues_and_never_reuses_a_number(store):
     write_shards(store, [[1], [2]])
     # It died between body and manifest of shard 3.
     store.write("engines/e1/records/000000000003-5.safetensors", b"half")
@@ -156,10 +156,8 @@ def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(
-    store, monkeypatch, after
-):
-    """Also one of which the storage says that it failed, and it has not."""
+def test_a_failed_shard_is_stored_and_retried(store, monkeypatch, after):
+    """Also one that the storage reports as failed although it was written."""
     writer = writer_of(store, [1])
     monkeypatch.setattr(store, "write", failing(store, "write", ".json", after=after))
     for _ in range(3):
@@ -167,14 +165,14 @@ def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(
             writer.flush()
         assert writer.blocked
         assert writer.due()
-    assert seeds_in(store) == ({1: [1]} if after else {})  # the body alone is nothing
+    assert seeds_in(store) == ({1: [1]} if after else {})  # no manifest: no shard
     monkeypatch.undo()
     assert writer.flush() == 1
     assert not writer.blocked
     assert seeds_in(store) == {1: [1]}
 
 
-def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
+def test_an_unreadable_record_is_counted_and_the_others_are_read(store):
     writer = writer_of(store)
     malformed = body_of(make_record(SPEC, 1))
     malformed[71] += 1  # its format
@@ -188,7 +186,7 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
 
 
 def silence(writer):
-    """To the writer's eyes nobody has said anything for long."""
+    """Make every heartbeat look old to the writer."""
     for heartbeat in writer._bounds._heartbeats.values():
         heartbeat._timeout_s = 0.0
 
@@ -221,13 +219,13 @@ def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
 
 
-def test_what_is_too_old_is_removed(store, monkeypatch):
+def test_old_shards_are_removed(store, monkeypatch):
     store.write("engines/gone/records/000000000001-5.safetensors", b"x")
     EngineFolder(store, "gone").write_state(EngineState(unix=5.0))
     EngineFolder(store, "quiet").write_state(EngineState(unix=time.time()))
     writer = write_shards(store, [[1]])
     writer.enforce_bounds(now=True)
-    assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may live
+    assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may be live
     silence(writer)
     writer.enforce_bounds(now=True)
     assert writer.first == 1
@@ -244,9 +242,7 @@ def test_what_is_too_old_is_removed(store, monkeypatch):
     assert (writer.first, writer.last) == (2, 1)
 
 
-def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
-    store, monkeypatch
-):
+def test_a_host_with_a_fast_clock_removes_nothing_of_a_live_engine(store, monkeypatch):
     write_shards(store, [[1], [2]], "near")
     near = EngineFolder(store, "near")
     near.write_json("engine.json", {}, durable=False)
@@ -266,7 +262,7 @@ def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
     assert len(files_of(store, "ahead")) == 2
 
 
-def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
+def test_only_files_that_the_package_names_are_removed_of_a_dead_engine(tmp_path):
     store = open_store(str(tmp_path / "spool"))
     keep = tmp_path / "important"
     (keep / "deep").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A step's records, all at once: to the bit those that each request would have had."""
+"""The records of a step, written at once, equal those of its requests to the bit."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def written(ring_pair, spec, frames):
 @pytest.mark.parametrize("light", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_the_records_of_a_step_are_those_of_its_requests(
-    ring_pair, teacher, dtype, light
-):
+def test_records_of_a_step_are_those_of_its_requests(ring_pair, teacher, dtype, light):
     spec, topk = spec_of(teacher, dtype), TOPK * (teacher == "topk")
     pieces = 0
     for seed in range(40):
@@ -115,7 +113,7 @@ def test_the_records_of_a_step_are_those_of_its_requests(
         ]
         keys = [requests.tickets[i].key for i in of]
         assert keys == [record.key for record in want]
-        # What follows a piece that was not written would follow a hole.
+        # A piece behind one that was not written would follow a gap.
         assert frames.follows.tolist() == [
             i > 0 and of[i] == of[i - 1] for i in range(len(of))
         ]
