@@ -1,4 +1,4 @@
-"""Orders through the Unix socket: what arrives, what is refused, who may ask."""
+"""Orders through the Unix socket: delivery, refusals, permissions."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def served(run_dir):
-    """A socket that is polled as a trainer does."""
+    """A socket that is polled as by a trainer."""
     trainer, ending = AdminSocket(run_dir), threading.Event()
     asked = []
 
@@ -48,7 +48,7 @@ def served(run_dir):
 
 
 def client_of(path):
-    """A client that has said nothing yet."""
+    """Connect a client that has sent nothing yet."""
     fd = os.open(path.parent, os.O_RDONLY)
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(5)
@@ -58,7 +58,7 @@ def client_of(path):
 
 
 def leave_socket(run_dir):
-    """What a killed trainer leaves."""
+    """Make the files of a killed trainer."""
     dead = run_dir / "admin-1.sock"
     fd = os.open(run_dir, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as left:
@@ -67,7 +67,7 @@ def leave_socket(run_dir):
     return dead
 
 
-def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
+def test_an_order_of_its_user_is_executed_and_answered(served, run_dir):
     trainer, asked = served
     order = {"do": "pause", "what": 1}
     answers = send_to_all(run_dir, order, 5)
@@ -77,14 +77,14 @@ def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
     assert asked == [order]
     assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-    # One that fails ends nothing.
+    # A failing order ends nothing.
     assert send(trainer.path, {"do": "pause"}, 5) == {
         "ok": False, "error": "it failed (KeyError); see the log",
     }  # fmt: skip
 
 
-def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
-    """Somebody cleaned the run directory: a logout, `rm`, systemd-tmpfiles."""
+def test_a_socket_without_its_name_is_bound_again(served, run_dir):
+    """The run directory was cleaned: by a logout, `rm`, systemd-tmpfiles."""
     order = {"do": "pause", "what": 1}
     for remove in (shutil.rmtree, clear, shutil.rmtree):
         remove(run_dir)
@@ -99,7 +99,7 @@ def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_a_socket_that_could_not_be_made_is_made_later(run_dir, caplog, monkeypatch):
+def test_a_failed_socket_is_made_later(run_dir, caplog, monkeypatch):
     monkeypatch.setattr(admin, "CHECK_PERIOD_S", 0.0, raising=False)
     run_dir.touch()
     trainer = AdminSocket(run_dir)
@@ -123,7 +123,7 @@ def clear(run_dir):
     "request",
     [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000],
 )
-def test_what_is_no_request_is_answered_with_a_sentence(served, request):
+def test_an_invalid_request_is_answered_with_a_message(served, request):
     trainer, asked = served
     if not request.endswith(b"\n"):
         request = request[:4000] + b"x" * 1000
@@ -134,7 +134,7 @@ def test_what_is_no_request_is_answered_with_a_sentence(served, request):
     assert asked == []
 
 
-def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
+def test_an_answer_larger_than_the_socket_buffer_arrives_whole(run_dir):
     trainer, ending = AdminSocket(run_dir), threading.Event()
     long = "x" * 3_000_000
     answering = threading.Thread(
@@ -143,7 +143,7 @@ def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
             for _ in iter(lambda: ending.wait(0.005), True)
         ]
     )
-    idle = client_of(trainer.path)  # it asks and does not read
+    idle = client_of(trainer.path)  # it sends and does not read
     idle.sendall(b'{"do": "status"}\n')
     answering.start()
     try:
@@ -159,7 +159,7 @@ def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
         trainer.close()
 
 
-def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
+def test_silent_clients_block_nothing_and_the_oldest_is_closed(served):
     trainer, _ = served
     order = {"do": "status", "what": 1}
     silent = [client_of(trainer.path) for _ in range(8)]
@@ -172,7 +172,7 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     assert len(trainer._clients) <= admin.MAX_CLIENTS
     for client in silent:
         client.close()
-    # The one that asks hears the answer before the trainer has let it go.
+    # The sender reads the answer before the trainer has closed the connection.
     until = time.monotonic() + 60
     while trainer._clients and time.monotonic() < until:
         assert send(trainer.path, order, 5)["ok"]
@@ -180,7 +180,7 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     assert trainer._clients == {}
 
 
-def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
+def test_the_socket_of_a_killed_trainer_is_not_running_and_is_removed(run_dir):
     run_dir.mkdir(mode=0o700)
     leave_socket(run_dir)
     staged = run_dir / ".admin-1-00000000.new"
@@ -196,7 +196,7 @@ def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
+def test_a_socket_that_does_not_listen_yet_is_not_removed(run_dir, monkeypatch):
     run_dir.mkdir(mode=0o700)
     seen = []
 
@@ -216,11 +216,11 @@ def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
     assert trainer_sockets(run_dir) == [trainer.path]
     assert len(seen) == 1 and trainer.path not in seen
     (answer,) = send_to_all(run_dir, {"do": "status"}, 0.05).values()
-    assert "has not answered" in answer["error"]  # connected: it only is not polled
+    assert "has not answered" in answer["error"]  # connected: it is only not polled
     trainer.close()
 
 
-def test_trainers_of_one_pid_are_two(run_dir):
+def test_two_trainers_with_the_same_pid_are_distinguished(run_dir):
     """As in two containers that share the run directory."""
     first, second = AdminSocket(run_dir), AdminSocket(run_dir)
     assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
@@ -234,7 +234,7 @@ def test_trainers_of_one_pid_are_two(run_dir):
     second.close()
 
 
-def test_a_place_without_sockets_stops_no_trainer(tmp_path):
+def test_a_folder_without_sockets_stops_no_trainer(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = AdminSocket(tmp_path / "file")
     trainer.poll(lambda _: {})
@@ -245,12 +245,12 @@ def probe(run_dir, *more, wait="0.05"):
     return main(["status", "--run-dir", str(run_dir), "--timeout", wait, *more])
 
 
-def test_a_health_check_asks_for_a_trainer_only_where_an_engine_serves(run_dir):
+def test_a_health_check_requires_a_trainer_only_where_an_engine_serves(run_dir):
     assert probe(run_dir, "--probe") == 0  # not made yet
     run_dir.mkdir(mode=0o700)
     leave_socket(run_dir)
     assert probe(run_dir, "--probe") == 0  # it waits for an engine
-    assert probe(run_dir) == 1  # a person asked: nobody is there
+    assert probe(run_dir) == 1  # from the command line: not running
     write_manifest(run_dir, make_manifest())
     assert probe(run_dir, "--probe") == 1
     hung = AdminSocket(run_dir)  # listens, and never polls

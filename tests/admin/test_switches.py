@@ -1,4 +1,4 @@
-"""Where `capture off` and `pause` are kept, and what they outlive."""
+"""Where `capture off` and `pause` are stored, and what they outlive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_tide.transport.ring import Collect
 
 @pytest.fixture
 def recorder():
-    """An engine's, whose ring is read by a trainer that wants all rows."""
+    """Return an engine's recorder; a trainer reads its ring and requests all rows."""
     ring = RingWriter.create(make_spec(), 1 << 16)
     reader = RingReader.attach(ring.name)
     reader.set_collect(Collect.FULL)
@@ -34,7 +34,7 @@ def recorder():
 
 @pytest.fixture(params=[False, True], ids=["home", "state_dir"])
 def state(request, tmp_path, monkeypatch):
-    """`tide.train.state_dir` as arguments: a directory, or none for the user's."""
+    """Return `tide.train.state_dir` as arguments; none for the user's directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(switch, "POLL_S", 0.02)
     return [str(tmp_path / "kept")] if request.param else []
@@ -80,7 +80,7 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
 def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
     recorder, tmp_path, state, name
 ):
-    """Also where the switch is in no other place: made by hand, or by an older version.
+    """Also where the switch is stored nowhere else, as by an older version.
 
     The engine itself makes the directory anew.
     """
@@ -94,7 +94,7 @@ def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
             time.sleep(0.1)
             assert recorder.off
             announce(run_dir, state)
-            until((run_dir / name).exists)  # for those that start there, and for `on`
+            until((run_dir / name).exists)  # for engines that start there, and for `on`
             assert recorder.off
         for each in ("capture_off.json", "paused.json"):
             assert Switch(run_dir, each, *state).set(False) == ""
@@ -114,7 +114,7 @@ def test_switches_of_two_run_directories_are_two(recorder, tmp_path, state):
     assert not recorder.off
 
 
-def test_a_switch_that_may_not_outlive_a_reboot_says_so(tmp_path, state, capsys):
+def test_a_switch_that_may_not_outlive_a_reboot_is_reported(tmp_path, state, capsys):
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     folder = tmp_path / ("kept" if state else "home")
@@ -126,7 +126,7 @@ def test_a_switch_that_may_not_outlive_a_reboot_says_so(tmp_path, state, capsys)
     assert "tide.train.state_dir" in captured.err and str(folder) in captured.err
 
 
-def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
+def test_a_persistent_switch_is_not_reported_as_temporary(tmp_path, state, capsys):
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     switch_off("capture", run_dir, state)
@@ -139,7 +139,7 @@ def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
 
 
 def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
-    """Else one that outlived its trainer could not be ended."""
+    """Else a pause that outlived its trainer could not be ended."""
     run_dir = tmp_path / "run"
     where = ["--run-dir", str(run_dir)]
     assert main(["pause", *where]) == 1 and not run_dir.exists()
@@ -155,15 +155,15 @@ def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
     assert not recorder.off
 
 
-def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, capsys):
-    """It would train on: the command says so, and the socket is bound anew."""
+def test_a_trainer_without_its_socket_is_not_ignored(tmp_path, state, capsys):
+    """It continues training: the command reports it, the socket is bound again."""
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     Report(run_dir, "e1").write(TrainerStatus(state="training"))
     assert main(["pause", "--run-dir", str(run_dir)]) == 2
     assert "no trainer is running" not in (stderr := capsys.readouterr().err)
     assert f"trainer {os.getpid()} has no socket" in stderr
-    # Nor one whose run directory has just vanished.
+    # Nor one that has just lost its run directory.
     (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)
     announce(run_dir, state)

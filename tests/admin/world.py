@@ -1,8 +1,7 @@
 """Engines, trainers and an operator in virtual time: the real parts, one process.
 
-Each engine and trainer has a pid and a start time of its own, in a pid namespace of
-its own; one that is killed leaves what a killed process leaves. Time passes where
-somebody waits.
+Each engine and trainer has a separate pid and start time, in a separate pid namespace;
+a killed one leaves the files of a killed process. Time passes in waits.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class World:
 
     Attributes:
         off, paused: Since when (monotonic) an acknowledged switch is on; None: it is
-            not, or was ordered away.
-        wrong: Sentences about promises that were broken.
+            not, or was reset.
+        wrong: Messages about violated guarantees.
     """
 
     def __init__(self, folder, patch, models):
@@ -87,7 +86,7 @@ class World:
         )
         for module in TIMED:
             patch.setattr(module, "time", clock)
-        # Sweeps judge by this world's clock: they are to see its own segments only.
+        # Sweeps decide by this world's clock: they see its own segments only.
         prefix = f"{shm.NAME_PREFIX}world_{real}_"
         for module in (shm, rendezvous):
             patch.setattr(module, "NAME_PREFIX", prefix)
@@ -133,12 +132,12 @@ class World:
                 each.tick()
 
     def order(self, *argv):
-        """Give a command; its exit status. One that fails has to say why."""
+        """Run a command; return its exit status. A failure must have a message."""
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             status = main([*argv, "--run-dir", str(self.run_dir), "--timeout", "5"])
         if status and not output.getvalue():
-            self.wrong.append(f"{argv} exited with {status} and said nothing")
+            self.wrong.append(f"{argv} exited with {status} without a message")
         return status
 
     @property
@@ -246,7 +245,7 @@ class Engine:
         self.switches.close()
         if self.child._lock is not None:
             os.close(self.child._lock)
-        with self.world.acting(None):  # nobody unlinks
+        with self.world.acting(None):  # not unlinked
             self.ring.close()
             self.weights.close()
 
@@ -345,7 +344,7 @@ class Trainer:
         self.feeds.set_collect(Collect.NOTHING if self.pause.on else Collect.FULL)
 
     def kill(self, status=-9):
-        """Ends: its claims, its socket's name and its files stay."""
+        """End: its claims, its socket's name and its files stay."""
         if self.returncode is not None:
             return
         self.returncode = status
@@ -373,7 +372,7 @@ class Trainer:
 
 def client_in(world):
     class Client(socket.socket):
-        """Its answers come in virtual time."""
+        """Answers in virtual time."""
 
         def settimeout(self, seconds):
             self.patience = seconds

@@ -14,7 +14,7 @@ def logits_of(belief, confidence, slots, kind):
     return belief.survival(clipped, slots, kind, np.full(len(slots), K))[0]
 
 
-def test_chances_are_those_of_numpy():
+def test_probabilities_equal_those_of_numpy():
     rng, belief = np.random.default_rng(0), Acceptance(K, SLOTS)
     belief._curves += rng.normal(0.0, 0.5, belief._curves.shape)
     belief.requests.value += rng.normal(0.0, 0.5, SLOTS + 1)
@@ -37,7 +37,7 @@ def teach(belief, rng, steps, truth, *, sampled=False):
         z = rng.normal(1.0, 1.5, SLOTS)
         confidence = np.full((K, SLOTS), np.nan)
         confidence[0] = sigmoid(z)
-        slots = np.full(SLOTS, SLOTS)  # nobody's: the map is to be seen, not requests
+        slots = np.full(SLOTS, SLOTS)  # no slot: measures the map, not requests
         kind = np.full(SLOTS, sampled)
         logits = logits_of(belief, confidence, slots, kind)
         hit = rng.random(SLOTS) < sigmoid(truth(z))
@@ -58,7 +58,7 @@ def estimate(belief, z, sampled=False):
         lambda z: z,
     ],
 )
-def test_converges_to_the_true_map_and_its_error_falls(truth):
+def test_the_map_converges_to_the_true_one_and_its_error_falls(truth):
     belief, rng = Acceptance(K, SLOTS), np.random.default_rng(0)
     assert np.isnan(belief.error())
     teach(belief, rng, 300, truth)
@@ -78,7 +78,7 @@ def test_kinds_differ():
     assert np.abs(drawn - sigmoid(0.5 * z - 1.0)).max() < 0.12
 
 
-def test_requests_differ_beyond_their_confidences_and_how_much_is_learnt():
+def test_request_offsets_and_their_variance_are_learned():
     belief, rng = Acceptance(K, SLOTS), np.random.default_rng(3)
     ease = np.where(np.arange(SLOTS) < SLOTS // 2, 1.5, -1.5)
     slots, kind, one = np.arange(SLOTS), np.zeros(SLOTS, bool), np.ones(SLOTS, int)
@@ -104,14 +104,14 @@ def test_requests_differ_beyond_their_confidences_and_how_much_is_learnt():
     assert not belief.requests.value.any()
 
 
-def test_what_drafts_look_like_is_followed_verified_or_not():
+def test_drafted_positions_update_the_map_verified_or_not():
     belief, rng = Acceptance(K, SLOTS), np.random.default_rng(4)
     for _ in range(200):
         drafts = rng.normal(2.0, 0.5, (K, SLOTS))
         drafts[4:] = np.nan
         belief.drafted(drafts, 0.0)
     np.testing.assert_allclose(belief.mean[:4], 2.0, atol=0.1)
-    # What was never drafted shifts with the deepest that was.
+    # Positions that were never drafted shift with the deepest that was.
     prior = Acceptance(K, SLOTS).mean
     assert belief.mean[4] - prior[4] == pytest.approx(belief.mean[3] - prior[3])
     assert belief.spread == pytest.approx(0.5, abs=0.1)
@@ -130,7 +130,7 @@ confidences = st.sampled_from([0.0, 1e-30, 0.5, 0.999, 1.0 - 1e-9, 1.0, float("n
     ),
     seed=st.integers(0, 3),
 )
-def test_every_belief_stays_finite(k, phases, seed):
+def test_every_estimate_stays_finite(k, phases, seed):
     rng, belief = np.random.default_rng(seed), Acceptance(k, SLOTS)
     slots, now = np.arange(SLOTS), 0.0
     for confidence, acceptance, steps in phases:

@@ -64,10 +64,10 @@ def test_close_to_clairvoyant_and_above_every_static(model, level):
 
 
 @pytest.mark.parametrize(("n", "skips"), [(16, False), (1, True)])
-def test_off_is_nearly_free_when_nothing_pays(n, skips):
+def test_off_costs_almost_nothing_when_nothing_pays(n, skips):
     model = "gpt-oss-120b"
     policy, where = adaspec(n, model), world(n, model, HARD)
-    where.run(policy, 1000, skips=skips)  # until it knows the draft
+    where.run(policy, 1000, skips=skips)  # until it has estimated the draft
     before = policy.stats()
     run = where.run(policy, 2000, skips=skips)
     plain = world(n, model, HARD).run(NonePolicy(7), 2000)
@@ -77,13 +77,13 @@ def test_off_is_nearly_free_when_nothing_pays(n, skips):
     assert stats["steps_without_drafts"]["no_gain"] > (100 if skips else 1900)
     assert asked < 300 if skips else asked == 2000
     assert stats["exploration_steps"] > 0
-    # Measured are all steps since the question.
+    # All steps since the last call are measured.
     plain, measured = stats["plain_step_seconds"], stats["step_seconds"]
     assert measured == pytest.approx(plain, rel=0.1)
 
 
 @pytest.mark.parametrize(("acceptance", "skips"), [(EASY, False), (HARD, True)])
-def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, skips):
+def test_the_seconds_give_the_speedup_over_plain_decoding(acceptance, skips):
     model, n = "gpt-oss-120b", 8
     policy = adaspec(n, model)
     run = world(n, model, acceptance).run(policy, 600, skips=skips)
@@ -105,7 +105,7 @@ def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, skips):
         ),
     ],
 )
-def test_comes_on_again_when_the_workload_becomes_easier(n, skips, seeds):
+def test_drafting_resumes_when_the_workload_becomes_easier(n, skips, seeds):
     model = "gpt-oss-120b"
     for seed in seeds:
         policy = adaspec(n, model)
@@ -128,7 +128,7 @@ def test_comes_on_again_when_the_workload_becomes_easier(n, skips, seeds):
 
 
 def wrong(model):
-    """Draft cost under-stated three times, with a draft that is really dear."""
+    """Return a model with a third of the draft's cost, for an expensive draft."""
     right = published(model)
     dear = dataclasses.replace(right.draft_next, seconds=(0.004,))
     cheap = dataclasses.replace(right.draft_next, seconds=(0.004 / 3,))
@@ -138,7 +138,7 @@ def wrong(model):
     )
 
 
-def test_a_wrong_time_model_is_put_right():
+def test_a_wrong_time_model_is_corrected():
     n = 16
     truth, model = wrong("gpt-oss-120b")
     acceptance = Acceptance(level=0.5)
@@ -153,7 +153,7 @@ def test_a_wrong_time_model_is_put_right():
     assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
 
 
-def test_limits_bound_the_rounds_that_can_meet_them():
+def test_limits_bound_the_steps_that_can_meet_them():
     model, n = "Qwen3-235B", 16
     costs = published(model)
     plain = float(costs.target_curve(n, 0, 0)[0])
@@ -163,12 +163,12 @@ def test_limits_bound_the_rounds_that_can_meet_them():
     assert max(result.times) <= limit * 1.0001
     assert np.mean(result.steps) > 0.5
     assert policy.stats()["slo_unreachable_steps"] == 0
-    # Nothing meets half of plain's time: as good as no limit, and counted.
+    # Nothing meets half of the plain time: treated as no limit, and counted.
     policy = adaspec(n, model)
     result = world(n, model, EASY).run(policy, 300, 0.5 * plain)
     assert np.mean(result.steps) > 4
     assert policy.stats()["slo_unreachable_steps"] == 300
-    # Plain decoding just fits: nothing else does.
+    # Only plain decoding fits.
     policy = adaspec(n, model)
     result = world(n, model, EASY).run(policy, 100, 1.001 * plain)
     assert max(result.steps) == 0
@@ -176,7 +176,7 @@ def test_limits_bound_the_rounds_that_can_meet_them():
 
 
 def test_unusual_requests_get_their_own_lengths():
-    """Same confidences, different acceptance: only the offset can tell."""
+    """Same confidences, different acceptance: only the offset distinguishes them."""
     model, n = "Qwen3-235B", 16
 
     class Split(Acceptance):
@@ -216,7 +216,7 @@ def test_a_swapped_draft_is_tried_at_once():
     where.run(policy, 250)
     before = policy.stats()["steps_without_drafts"]
     steps = where.run(policy, 50).steps
-    # Off only to measure what a round takes undrafted, once at most.
+    # Off only to measure the time of an undrafted step, once at most.
     after = policy.stats()["steps_without_drafts"]
     checks = after.pop("check", 0) - before.pop("check", 0)
     assert after == before and checks <= 1
@@ -250,7 +250,7 @@ def test_verification_pays_where_verified_tokens_cost():
     assert speed[0] > 1.02 * speed[1]
 
 
-def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
+def test_a_slots_next_request_inherits_nothing():
     policy = adaspec(2, "Qwen3-235B")
     for slot in range(2):
         policy.add(slot, False, 0.0)
@@ -271,8 +271,8 @@ def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
     assert value[0] < -0.1 and value[1] == 0.0
 
 
-def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
-    """Before any confidence; the chance of what only that verified is told."""
+def test_whole_drafts_are_verified_in_every_64th_step():
+    """Before any confidence; only outcomes with a verify chance are learned."""
     n, model = 64, "Llama-3.3-70B"
     for shift in (-1.0, 2.0):
         rng = np.random.default_rng(3)
@@ -282,7 +282,7 @@ def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
             policy.add(slot, False, 0.0)
         wholes = []
         for number in range(1, 193):
-            now = 10.0 * number  # enough is saved for anything
+            now = 10.0 * number  # the budget suffices for anything
             batch = where.batch()
             plan = policy.plan(batch, now)
             step, more = 0, plan.passes > 0
@@ -305,7 +305,7 @@ def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
         assert wholes and all(number % 64 == 0 for number in wholes)
 
 
-def test_without_a_share_nothing_is_explored():
+def test_nothing_is_explored_without_a_share():
     n, model = 16, "gpt-oss-120b"
     policy = adaspec(n, model, probe_share=0.0)
     run = world(n, model, HARD).run(policy, 600)
@@ -314,7 +314,7 @@ def test_without_a_share_nothing_is_explored():
 
 
 @pytest.mark.parametrize("acceptance", [EASY, HARD])
-def test_decisions_do_not_depend_on_where_the_clock_begins(acceptance):
+def test_decisions_do_not_depend_on_the_clocks_origin(acceptance):
     """`time.monotonic` begins when the machine does."""
     runs = []
     for start in (0.0, 3e6):
@@ -325,7 +325,7 @@ def test_decisions_do_not_depend_on_where_the_clock_begins(acceptance):
     assert runs[0] == runs[1]
 
 
-def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one_under_a_limit():
+def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one():
     """On GPUs there are graphs for some depths only."""
     for limit in (np.inf, 0.1):
         times = FirstPassAlways(FixedTimes(published("gpt-oss-120b")), (0, 1, 3, 5, 7))
@@ -337,9 +337,9 @@ def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one_under_a_limit()
         assert step >= plan.foreseen > 1
 
 
-def test_whole_drafts_do_not_use_up_what_is_saved_for_a_check():
+def test_whole_drafts_do_not_use_the_budget_of_a_check():
     allowance = Allowance(0.01)
-    price, now = 0.6, 0.0  # three times what is saved without a cause
+    price, now = 0.6, 0.0  # three times the unconditional budget
     allowance.earn(now)
     assert not allowance.pay(price, now)
     while now < 100.0 and not allowance.pay(price, now):
@@ -361,7 +361,7 @@ def test_a_debt_is_paid_before_more_is_borrowed():
     assert allowance.may_borrow and not Allowance(0.0).may_borrow
 
 
-def test_whole_drafts_of_many_requests_are_learnt_from():
+def test_whole_drafts_of_many_requests_are_learned():
     n, model = 128, "Llama-3.3-70B"
     policy = adaspec(n, model)
     explore, learn = policy._explore, policy._learn_drafts
@@ -399,7 +399,7 @@ def test_a_check_lasts_as_many_steps_as_were_paid_for():
     assert checks[1] == checks[0] + 4
 
 
-def test_forecasts_that_are_not_used_are_not_kept():
+def test_unused_forecasts_are_not_stored():
     n = 4
     policy = adaspec(n, "gpt-oss-120b", FixedTimes(published("gpt-oss-120b")))
     where, sizes = world(n, "gpt-oss-120b", EASY), []
@@ -409,7 +409,7 @@ def test_forecasts_that_are_not_used_are_not_kept():
     assert max(sizes[20:]) <= max(sizes[:20]) + 16
 
 
-def test_a_draft_that_became_good_is_drafted_deep_again_without_deep_drafts():
+def test_a_draft_that_improves_is_drafted_deep_again_without_deep_drafts():
     """On asynchronous V2 the predicted depth is drafted, and no pass more."""
     policy = adaspec(4, "Llama-3.3-70B")
     policy._learn()

@@ -1,4 +1,4 @@
-"""A small closed world: constant batch, drawn acceptance, any time model."""
+"""A small closed simulation: constant batch, drawn acceptance, any time model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAMES = {
 
 
 def published(name: str, host: float = 0.0) -> TimeModel:
-    """A model of TIDE's Table 5."""
+    """Return a model of TIDE's Table 5."""
     return replace(tables.published(NAMES[name]), host=host)
 
 
 def batch_of(caps: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
-    """Requests in the first slots, whose `caps` are given."""
+    """Return a batch of requests in the first slots, with given `caps`."""
     n = len(caps)
     fields = {
         "slots": np.arange(n),
@@ -44,7 +44,7 @@ class FixedTimes(StepTimes):
     """Step times that are certain, and do not learn."""
 
     def observe(self, sample: StepSample, now: float) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def ratio_sd(self, requests: int, now: float) -> float:
         return 0.0
@@ -56,7 +56,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Acceptance:
-    """How acceptance and confidence arise: log-odds, all normal.
+    """Acceptance and confidence as log-odds, all normal.
 
     Confidence log-odds = bias + slope * true log-odds + noise.
     """
@@ -73,7 +73,7 @@ class Acceptance:
     def draw(
         self, rng: np.random.Generator, ease: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """True conditional acceptance and confidence, both [k, n]."""
+        """Return true conditional acceptance and confidence, both [k, n]."""
         n = len(ease)
         noise = rng.standard_normal((k, n))
         for j in range(1, k):
@@ -95,7 +95,7 @@ class Result:
 
     @property
     def throughput(self) -> float:
-        """Without the luck of the coins: what was chosen, at its true chances."""
+        """Return the throughput of the choices at their true chances, without noise."""
         return self.expected / self.seconds
 
 
@@ -140,8 +140,8 @@ class World:
         )
 
     def finish(self, emitted: np.ndarray, policy: object | None = None) -> bool:
-        """Replace the requests that are done; whether there were any."""
-        if self.steps_each:  # Same requests in the same rounds for every policy.
+        """Replace the requests that are done; return whether there were any."""
+        if self.steps_each:  # Same requests in the same steps for every policy.
             self.step_number += 1
             due = self.step_number + np.arange(self.n) * self.steps_each // self.n
             done = np.flatnonzero(due % self.steps_each == 0)
@@ -160,7 +160,7 @@ class World:
     ) -> Result:
         """Drive a policy; its own time model may be wrong, `self.time` is true.
 
-        With `rests` steps are left out as the engine does where `Plan.unasked` says so.
+        With `skips` steps are skipped as in the engine, by `Plan.unasked`.
         """
         result = Result()
         to_skip = waited = 0
@@ -171,7 +171,7 @@ class World:
             batch = self.batch(limit)
             chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
             draws = self.rng.random((self.k, self.n))
-            if hasattr(policy, "reveal"):  # it knows the truth, not the luck
+            if hasattr(policy, "reveal"):  # true chances, not the draws
                 survival = np.cumprod(chance, axis=0).T
                 survival[np.arange(self.k) >= batch.caps[:, None]] = 0.0
                 policy.reveal(survival, self.n)

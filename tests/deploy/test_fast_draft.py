@@ -1,4 +1,4 @@
-"""The fast draft's steps against algorithm 1, its scores, and what fades."""
+"""The fast draft's steps against algorithm 1, its scores, and its decay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT, DEPTH = 4, 3
 
 
 def rows_of(tokens):
-    """Features and teachers of tokens, whatever came before them."""
+    """Return features and teachers of tokens, whatever came before them."""
     x = torch.tensor(tokens)
     return TOY.features(x), TOY.head[TOY.next_token(x)]
 
@@ -40,7 +40,7 @@ def record(key, start, tokens, accepted, phase=VERIFY, **more) -> Record:
 
 
 class Stream:
-    """A request that runs: a prompt, then verify steps with rejected tokens."""
+    """An open request: a prompt, then verify steps with rejected tokens."""
 
     def __init__(self, key: int, seed: int = 0) -> None:
         self.key, self.random = key, np.random.default_rng(seed)
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Reference:
-    """Algorithm 1 in float64: what is drafted from a row, one step of Adam on it."""
+    """Algorithm 1 in float64: drafts of a row, and one step of Adam on it."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self.draft, config = draft, draft.config
@@ -89,7 +89,7 @@ class Reference:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def layer(self, tokens, hidden, positions, keys, values):
-        """One layer for n rows; the last one sees all keys, its own included."""
+        """Compute one layer for n rows; the last one attends to all keys."""
         at, size = "midlayer.self_attn.", len(tokens)
         e = self.norm(TOY.embed[tokens].double(), "midlayer.input_layernorm.weight")
         z = torch.cat([e, self.norm(hidden, "midlayer.hidden_norm.weight")], -1)
@@ -112,7 +112,7 @@ class Reference:
         return a + self.w["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up)
 
     def update(self, before, chain):
-        """One step; `before` tokens are committed, `chain` was drafted from."""
+        """Run one step; `before` tokens are committed, `chain` was drafted from."""
         features, _ = rows_of(before)
         hidden = features.double() @ self.w["fc.weight"].T
         inputs = torch.tensor([*before[1:], chain[0]])
@@ -151,14 +151,14 @@ def engine(tmp_path):
 
 def until_stepped(sidecar) -> None:
     before = sidecar.fast.steps
-    for _ in range(100_000):  # it rests as long as it worked
+    for _ in range(100_000):  # it sleeps as long as it worked
         assert sidecar._tick()
         if sidecar.fast.steps > before:
             return
     raise AssertionError("no step was made")
 
 
-def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypatch):
+def test_exact_is_test_time_speculation_and_restores_the_base(engine, monkeypatch):
     clone = Eagle3Draft.clone
     monkeypatch.setattr(Eagle3Draft, "clone", lambda d, *a: clone(d, *a).double())
     monkeypatch.setattr(steps, "COMPUTE_DTYPE", torch.float64)
@@ -191,7 +191,7 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
     sidecar.feeds.close()
 
 
-def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
+def test_a_step_of_exact_leaves_out_tokens_outside_the_draft_vocabulary():
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
@@ -217,7 +217,7 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
 
 
 @pytest.mark.parametrize("how", ["shared", "exact"])
-def test_behind_a_drafted_row_the_teacher_says_what_a_pruned_draft_can_say(how):
+def test_the_teacher_behind_a_drafted_row_is_pruned_too(how):
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
@@ -251,7 +251,7 @@ def test_last_verify_step_has_the_last_drafted_tokens():
     torch.testing.assert_close(sample.features, features)
     torch.testing.assert_close(sample.teacher_hidden, hidden)
     assert sample.valid.tolist() == [False] * 3 + [True] * DEPTH
-    # A step of the memory's, and one whose draft was cut short.
+    # A step of the memory, and one with a shortened draft.
     assembler.add(replace(stream.verify(1), memory=True), 0.0)
     assert assembler.last_verify_step(7, 2).loss_from == len(before)
     assert assembler.num_verify_steps(7) == 2

@@ -1,4 +1,4 @@
-"""`scripts/wheel.sh` and `install.sh --wheel`, as far as no package index is needed."""
+"""`scripts/wheel.sh` and `install.sh --wheel`, the steps without a package index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_wheel_of_other_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    """Of these it is gone on with, as far as the environment, which cannot be made."""
+    """A matching wheel is accepted up to the environment, which cannot be made."""
     wheel = tmp_path / "vllm_tide-0.1.0-cp311-abi3-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as packed:
         for path in [*ROOT.glob("vllm_tide/**/*.py"), ROOT / "patches" / "series"]:

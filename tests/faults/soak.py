@@ -168,7 +168,7 @@ def latencies(ended: Sequence[tuple[float, float]]) -> dict[str, float]:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scripts/soak.sh",
-        description="Serves a steady load with swaps; checks that all figures stay flat.",
+        description="Serves a steady load with swaps; checks that figures stay flat.",
         epilog=f"Flat means: {CRITERION}. Exit status: 0 flat, 1 not, 2 not run.",
     )
     p.add_argument("--minutes", type=int, default=30)

@@ -36,7 +36,7 @@ CASES = ("whole", "pruned", "topk", "pruned_topk")
 
 @dataclass
 class Rows:
-    """What a reference sees, float64; B outcomes per row.
+    """Inputs of a reference in float64; B outcomes per row.
 
     Attributes:
         true_p: [n, B] the target's mass; sums to less than one when pruned.
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def p_hat(self) -> Tensor:
-        """Renormalised over the outcomes."""
+        """Return probabilities renormalised over the outcomes."""
         return self.true_p / self.true_p.sum(-1, keepdim=True)
 
 
@@ -75,7 +75,7 @@ def lk_hybrid(rows: Rows) -> Tensor:
 
 
 def discard(rows: Rows) -> Tensor:
-    """KL against the k likeliest listed tokens."""
+    """Return the KL against the k likeliest listed tokens."""
     p = rows.p_hat[:, : rows.listed]
     cut = p.sort(-1, descending=True).values[:, min(DISCARD_TOPK, rows.listed) - 1]
     remaining = torch.where(p >= cut[:, None], p, 0.0)
@@ -93,7 +93,7 @@ REFERENCES: dict[str, Callable[[Rows], Tensor]] = {
 
 @dataclass
 class Problem:
-    """One random problem; tensors in the compute dtype."""
+    """A random problem; tensors in the compute dtype."""
 
     normed: Tensor
     head: Tensor
@@ -105,7 +105,7 @@ class Problem:
     topk: TopK | None
 
     def teacher(self) -> Teacher:
-        """As training builds it."""
+        """Build the teacher as training does."""
         if self.topk is not None:
             return TopKTeacher.from_topk(self.topk, self.vocab)
         target, dtype = TargetRows(self.rows, self.rows), self.normed.dtype
@@ -117,7 +117,7 @@ class Problem:
         )
 
     def reference(self, normed: Tensor, head: Tensor) -> Rows:
-        """From the same inputs in float64, straight from the definitions."""
+        """Return the same inputs in float64, straight from the definitions."""
         q = (normed @ head.T).softmax(-1)
         label = q.gather(1, self.labels[:, None])[:, 0]
         target_ids = self.vocab.target_ids
@@ -143,7 +143,7 @@ class Problem:
 def make_problem(
     case: str, dtype: torch.dtype, rows: int, vocab: int, hidden: int, seed: int = 0
 ) -> Problem:
-    """Random problem of a case."""
+    """Return a random problem of a case."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -177,7 +177,7 @@ def make_problem(
 
 
 def differences(problem: Problem, term: str) -> dict[str, float]:
-    """Largest absolute difference of values and gradients of one term."""
+    """Return the largest absolute difference of values and gradients of one term."""
     wide = torch.promote_types(problem.normed.dtype, torch.float32)
     count = problem.normed.shape[0]
     normed = problem.normed.clone().requires_grad_()

@@ -52,12 +52,12 @@ KNOBS = TrainConfig(
     loss={"forward_kl": 1.0, "next_token": 0.1, "discard": 0.2},
 )
 STEPS = 10
-LONELY, BAD = 3, 6  # a batch with one request; one whose gradient is not finite
-LOST = 3  # exit status of a leader whose ranks are gone
+LONELY, BAD = 3, 6  # a batch with one request; one with an infinite gradient
+LOST = 3  # exit status of a leader after its ranks died
 
 
 def draft(seed: int = 0, size: int = 37) -> Eagle3Draft:
-    """37 tokens and an MLP of 45: neither divides evenly over two ranks."""
+    """Return a draft of 37 tokens and an MLP of 45: neither divides over two ranks."""
     shape = config(draft_vocab_size=size, intermediate_size=45)
     vocab_map = VocabMap.from_target_ids(torch.arange(size) + 20, VOCAB)
     return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, vocab_map, seed=seed)
@@ -69,7 +69,7 @@ def build(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainConfig]:
 
 
 def documents(index: int) -> list[Sample]:
-    """The documents of one step: sizes differ, some have rejected branches."""
+    """Return the documents of one step: sizes differ, some have rejected branches."""
     random = torch.Generator().manual_seed(index)
 
     def number(low: int, high: int) -> int:
@@ -93,7 +93,7 @@ def train(
     last: int,
     after: Callable[[int], None] = lambda _: None,
 ) -> list[float | None]:
-    """Losses of steps `first` to `last` - 1."""
+    """Return the losses of steps `first` to `last` - 1."""
     losses = []
     for index in range(first, last):
         result = stepper.run(documents(index), lr_scale=1.0 - 0.05 * index)
@@ -103,7 +103,7 @@ def train(
 
 
 def _sharded_share(step: ShardedStep) -> float:
-    """Largest share of a weight, gradient or moment that this rank holds."""
+    """Return the largest share of a weight, gradient or moment on this rank."""
     shares: list[float] = []
     for value in step.draft.named_tensors().values():
         moments = step.optimizer.state.get(value, {}).values()
@@ -142,7 +142,7 @@ def _die_in_step(number: int) -> None:
 def lead(ranks: Ranks, options: dict[str, Any]) -> None:
     """Train from `first` to `last`; checkpoint and publish after step `save`."""
     mine, state, first = draft(), None, options.get("first", 0)
-    send_heartbeat(ranks)  # as while there is no engine yet
+    send_heartbeat(ranks)  # as before an engine exists
     stepper = LeadRank(
         ranks, mine, TOY.rows, KNOBS, {"config": KNOBS.model_dump(mode="json")}
     )
@@ -173,7 +173,7 @@ def lead(ranks: Ranks, options: dict[str, Any]) -> None:
     try:
         losses = train(stepper, first, options["last"], after)
     except RankLost:
-        stepper.close()  # must not wait for ranks that are gone
+        stepper.close()  # must not wait for dead ranks
         raise
     stepper.idle()
     stepper.gather()
@@ -198,7 +198,7 @@ def lead(ranks: Ranks, options: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run this rank; returns its exit status."""
+    """Run this rank and return its exit status."""
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
     ranks = Ranks()

@@ -1,4 +1,4 @@
-"""Which rows are trained; branches equal the draft on the counterfactual sequence."""
+"""Trained rows; branches equal the draft on the counterfactual sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def make_branch(position: int, size: int) -> Branch:
-    """A random branch."""
+    """Return a random branch."""
     return Branch(
         position=position,
         tokens=torch.randint(0, VOCAB, (size,), dtype=torch.int32),
@@ -37,7 +37,7 @@ def make_branch(position: int, size: int) -> Branch:
 
 
 def make_samples() -> list[Sample]:
-    """Branches of every kind: two at one place, at the first row, at the last row."""
+    """Return branches of every kind: two at one row, at the first and last row."""
     a = make_sample(9, 3, 0, 1)
     b = make_sample(6, 2, 4, 2)
     c = make_sample(12, 10, 30, 3)
@@ -49,7 +49,7 @@ def make_samples() -> list[Sample]:
 
 
 def num_trunk(batch: PackedBatch, step: StepRows) -> int:
-    """Loss rows of documents in a step; those of branches follow."""
+    """Return loss rows of documents in a step, then those of branches."""
     return int((step.active[step.loss] < batch.num_tokens).sum())
 
 
@@ -59,7 +59,7 @@ def run(
     plan: list[StepRows],
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Logits per step, trunk rows first."""
+    """Return logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
     outputs = draft.forward_ttt(
         batch.tokens,
@@ -76,7 +76,7 @@ def run(
 def expected_rows(
     draft: Eagle3Draft, samples: list[Sample], dtype: torch.dtype
 ) -> list[list[Tensor]]:
-    """Branch logits of all steps by the sequential rollout, in packed order."""
+    """Return branch logits of all steps by the sequential rollout, in packed order."""
     w = draft.compute_weights(dtype)
     out: list[list[Tensor]] = [[] for _ in range(STEPS)]
     for sample in samples:
@@ -246,7 +246,7 @@ def test_windows_leave_out_a_long_prompt():
     assert windows[0].start == 76
 
 
-def test_rows_of_each_step_begin_at_the_prompt_s_end_and_need_a_teacher():
+def test_rows_of_each_step_begin_at_the_prompts_end_and_need_a_teacher():
     """With a prompt of 4, row 3 embeds the first generated token and predicts x_5."""
     for prompt, expected in (
         (4, [range(3, 9), range(2, 8), range(1, 7)]),

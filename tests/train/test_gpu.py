@@ -1,4 +1,4 @@
-"""The trainer on a GPU: its turns, its refusals, and a CPU's steps."""
+"""The trainer on a GPU: its share of time, its refusals, and a CPU's steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_busy_time_reserves_its_share_of_wall_time():
     assert budget.wait_s(113.0) == 5.0
 
 
-def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, caplog):
+def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog):
     uuids = {0: "GPU-1", 1: "GPU-2"}
     here = Mock(side_effect=lambda device: Mock(uuid=uuids[device.index or 0]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", here)
@@ -94,7 +94,7 @@ def test_pauses_grow_until_a_cycle_has_memory(caplog):
 
 
 def starved(kind: str) -> RuntimeError:
-    """As torch says it: its allocator, a CUDA call, a BLAS handle."""
+    """Return an out-of-memory error of torch: allocator, CUDA call, BLAS handle."""
     if kind == "allocator":
         return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.")
     if kind == "call":
@@ -107,9 +107,9 @@ def starved(kind: str) -> RuntimeError:
     [("step", "call"), ("step", "handle"), ("fresh", "allocator"),
      ("holdout", "allocator")],
 )  # fmt: skip
-def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where, kind):
+def test_a_cycle_without_memory_ends_and_the_next_continues(monkeypatch, where, kind):
     trainer = toy_trainer()
-    if where == "fresh":  # judged there is what came after a first cycle
+    if where == "fresh":  # only requests after a first cycle are scored there
         trainer.train_cycle()
         trainer.add_samples(TOY.document(3, 20, 3, key) for key in range(90, 99))
     new, fresh = trainer.buffer.new_tokens, len(trainer.buffer.fresh)
@@ -149,26 +149,26 @@ def test_a_group_of_ranks_and_another_error_end_the_cycle():
     assert trainer.out_of_memory == 0
 
 
-def test_a_gpu_that_is_not_there_gets_one_sentence():
+def test_a_missing_gpu_gives_one_line():
     use_device("cpu")
     with pytest.raises(DraftError, match=r"tide\.train\.device: 'cuda:99', but .* use"):
         use_device("cuda:99")
 
 
 def full_gpu(monkeypatch, error: RuntimeError, at: str = "set_device") -> None:
-    """A GPU on which the first call that makes a context fails."""
+    """A GPU that fails on the first call that makes a context."""
     calls = {"is_available": True, "device_count": 1, "set_device": None}
     calls |= {"Stream": object(), "set_stream": None}
     for name, value in calls.items():
         fake = Mock(return_value=value, side_effect=error if name == at else None)
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # put back afterwards
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # restored afterwards
 
 
 @pytest.mark.parametrize(
     ("kind", "at"), [("allocator", "Stream"), ("call", "set_device")]
 )
-def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, at):
+def test_a_gpu_without_memory_for_a_context_gives_one_line(monkeypatch, kind, at):
     full_gpu(monkeypatch, starved(kind), at)
     with pytest.raises(DraftError, match=r"'cuda:0' is out of memory for the tr"):
         use_device("cuda:0")
@@ -179,7 +179,7 @@ def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, a
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """An engine whose trainer is to work on a GPU; this process stays as it is."""
+    """An engine for a trainer on a GPU; this process is not changed."""
     monkeypatch.setattr(process, "prepare_sidecar_process", lambda: None)
     made = Engine(tmp_path)
     made.manifest.tide["train"] = {**KNOBS, "device": "cuda:0"}
@@ -189,7 +189,7 @@ def engine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [(), ("--wait",)])
-def test_a_trainer_without_memory_ends_with_the_sentence(
+def test_a_trainer_without_memory_ends_with_the_message(
     monkeypatch, capsys, engine, more
 ):
     full_gpu(monkeypatch, starved("call"), "")
@@ -205,11 +205,11 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     )
 
 
-def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
+def test_a_waiting_trainer_releases_the_last_draft_first(monkeypatch, engine):
     free, cleared = [], []
 
     class Attached:
-        """Refers to itself, as a sidecar does."""
+        """Has a reference cycle, as a sidecar does."""
 
         stopping = paused = False
         status = stop = None
@@ -242,7 +242,7 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
 @pytest.mark.parametrize(
     "loss", [{"forward_kl": 1.0}, {"lk_hybrid": 1.0, "next_token": 0.5}]
 )
-def test_steps_are_those_of_a_cpu(attention, loss):
+def test_steps_equal_those_of_a_cpu(attention, loss):
     toy, results = ToyTarget(), {}
     documents = [toy.document(i, 40, 3, i) for i in range(6)]
     for place, attends in (("cpu", "packed"), ("cuda", attention)):

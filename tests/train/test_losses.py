@@ -1,4 +1,4 @@
-"""Teachers, the fused head, and the weights of rows, requests, steps and ranks."""
+"""Teachers, the fused LM head, and weights of rows, requests, steps and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _teacher(
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
-def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
+def test_fused_lm_head_equals_autograd(monkeypatch, chunk_bytes):
     """Chunks and blocks of any size; committed rows first, then branch rows."""
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(losses, "LOGIT_GRAD_BYTES", 2 * chunk_bytes)
@@ -164,7 +164,7 @@ def test_loss_of_a_batch_is_the_sum_of_per_step_means():
     assert weighted == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
-def test_branches_are_left_alone_unless_discard_is_named():
+def test_branches_are_unused_unless_discard_is_named():
     plain = [replace(d, branches=()) for d in _documents()]
     losses_of = []
     for documents in (_documents(), plain):

@@ -1,4 +1,4 @@
-"""The buffer's hygiene: shares, age, duplicates, stale branches, purge."""
+"""The sample buffer: shares, age, duplicates, stale branches, purge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small(monkeypatch):
 
 
 def buffer_of(**changes) -> tuple[SampleBuffer, SimpleNamespace]:
-    """A buffer and its clock (Unix time)."""
+    """Return a buffer and its clock (Unix time)."""
     clock = SimpleNamespace(now=1000.0)
     config = TrainConfig(**{**KNOBS, **changes})
     return SampleBuffer(config, lambda: clock.now), clock
@@ -57,7 +57,7 @@ def branch(position: int, version: int = 0, size: int = 2) -> Branch:
 
 
 def trained(buffer: SampleBuffer, key: int) -> list[int]:
-    """Every position trained of a request, with repetition."""
+    """Return every trained position of a request, with repetition."""
     out: list[int] = []
     for sample in [*buffer.train, *buffer.holdout]:
         if sample.key == key:
@@ -68,7 +68,7 @@ def trained(buffer: SampleBuffer, key: int) -> list[int]:
 # ------------------------------------------------------------------ plain passes
 
 
-def test_a_plain_pass_is_every_window_once_and_new_ones_first():
+def test_a_plain_pass_has_every_window_once_and_new_ones_first():
     buffer, _ = buffer_of()
     for key in TRAIN_KEYS[:10]:
         buffer.add(document(key))
@@ -81,7 +81,7 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert len(keys) == 15
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
     until = buffer.newest
-    buffer.add(document(TRAIN_KEYS[15]))  # what comes later stays fresh
+    buffer.add(document(TRAIN_KEYS[15]))  # later windows stay fresh
     assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:15])
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[15:16]
     assert buffer.shuffled()[0].key == TRAIN_KEYS[15]
@@ -89,7 +89,7 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
 
 
-def test_counts_agree_with_what_is_held_whatever_happens():
+def test_counts_agree_with_the_stored_windows():
     buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3)
     rng = random.Random(3)
     for step in range(100):
@@ -117,7 +117,7 @@ def test_counts_agree_with_what_is_held_whatever_happens():
 
 
 @pytest.mark.parametrize("keys", [TRAIN_KEYS, HOLDOUT_KEYS])
-def test_a_recomputed_document_replaces_the_one_before(keys):
+def test_a_recomputed_document_replaces_the_previous_one(keys):
     buffer, _ = buffer_of()
     old, new = document(keys[0]), document(keys[0])
     new = replace(new, features=new.features + 1)
@@ -129,7 +129,7 @@ def test_a_recomputed_document_replaces_the_one_before(keys):
     assert buffer.evicted["duplicate"] == 20
 
 
-def test_a_document_that_overlaps_takes_over_from_its_first_trained_row():
+def test_an_overlapping_document_replaces_from_its_first_trained_row():
     buffer, _ = buffer_of()
     whole = document(TRAIN_KEYS[0], 40)
     middle = document(TRAIN_KEYS[1], 40)
@@ -150,7 +150,7 @@ def test_a_document_that_overlaps_takes_over_from_its_first_trained_row():
     assert buffer.evicted["duplicate"] == 9
 
 
-def test_a_branch_is_held_once():
+def test_a_branch_is_stored_once():
     buffer, _ = buffer_of()
     whole = document(TRAIN_KEYS[0], 40)
     old = replace(whole, branches=(branch(5), branch(18)))
@@ -175,18 +175,18 @@ def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
     assert counts[2] == 1024 // 20
     assert counts[1] == 20
     assert buffer.evicted["train"] == 0
-    # Its own oldest went, not the others'.
+    # Its own oldest are removed, not the others'.
     newest = [s.key for s in buffer.train if s.tenant == 2]
     assert newest == TRAIN_KEYS[400 - counts[2] : 400]
     for key in HOLDOUT_KEYS[:200]:  # and on the held-out side
         buffer.add(document(key, tenant=2))
     assert buffer.holdout_tokens <= 256
-    for key in TRAIN_KEYS[400:500]:  # who has no name has no bound
+    for key in TRAIN_KEYS[400:500]:  # a request without a tenant has no bound
         buffer.add(document(key))
     assert sum(s.num_tokens for s in buffer.train if s.tenant == NO_TENANT) == 2000
 
 
-def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
+def test_a_heavy_tenant_draws_its_share_while_the_buffer_is_not_full():
     buffer, _ = buffer_of(tenant_share=0.25)
     for key in TRAIN_KEYS[:50]:
         buffer.add(document(key, tenant=9))
@@ -199,7 +199,7 @@ def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
     assert drawn[9] / drawn.total() == pytest.approx(0.25, abs=0.03)
 
 
-def test_random_masses_keep_the_share_with_as_few_caps_as_possible():
+def test_random_masses_keep_the_share_with_the_fewest_caps():
     rng = random.Random(0)
     for _ in range(200):
         count = rng.randint(1, 8)
@@ -217,13 +217,13 @@ def test_random_masses_keep_the_share_with_as_few_caps_as_possible():
             for tenant in factors:
                 bound = share * sum(after.values())
                 assert after[tenant] == pytest.approx(bound)
-        else:  # no share can be kept: equal ones
+        else:  # no share is possible: equal ones
             assert largest == pytest.approx(sum(after.values()) / count)
     assert cap_factors({}, 0.5) == cap_factors({NO_TENANT: 10.0, 1: 1.0}, 0.5) == {}
     assert cap_factors({1: 10.0, 2: 1.0}, 1.0) == {}
 
 
-# ------------------------------------------------- a loud client and the held-out side
+# ----------------------------------------------- a heavy client and the held-out side
 
 HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
 
@@ -236,7 +236,7 @@ HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
         (lambda n: HONEST + n % 4, lambda n: 1000 + n),  # a new one for each request
     ],
 )
-def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
+def test_a_flood_leaves_half_of_the_honest_holdout_windows(honest, attacker):
     """Twice what would flush all of them, at the defaults; tenants by number."""
     clock = SimpleNamespace(now=0.0)
     with pytest.MonkeyPatch.context() as patched:
@@ -256,7 +256,7 @@ def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
     assert sum(sample.key in mine for sample in buffer.holdout) >= 16
 
 
-def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
+def test_holdout_follows_a_shift_and_silent_tenants_lose_their_floor():
     buffer, clock = buffer_of()  # 51 windows of 20 tokens
     for key in HOLDOUT_KEYS[:60]:
         buffer.add(document(key, tenant=1))
@@ -288,7 +288,7 @@ def test_purge_by_tenant_and_by_time():
     assert not buffer.shuffled()
 
 
-def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
+def test_windows_older_than_max_age_are_forgotten_on_both_sides():
     buffer, clock = buffer_of(max_age_s=12.0)
     for key in range(30):
         buffer.add(document(key))
@@ -306,7 +306,7 @@ def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
     assert not buffer.shuffled() and buffer.new_tokens == 0
 
 
-def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
+def test_holdout_requests_are_evaluated_cyclically_and_new_ones_at_once():
     buffer, _ = buffer_of()
     for key in HOLDOUT_KEYS[:30]:
         buffer.add(document(key))

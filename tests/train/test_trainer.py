@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def test_live_draft_moves_when_published_and_goes_back_to_a_snapshot():
+def test_the_live_draft_changes_when_published_and_returns_to_a_snapshot():
     trainer = toy_trainer()
     snapshot, before = trainer.snapshot(), weights_of(trainer.live)
     trainer.train_cycle()
@@ -54,7 +54,7 @@ def test_live_draft_moves_when_published_and_goes_back_to_a_snapshot():
     assert torch.equal(weights_of(trainer.live), before)
 
 
-def test_gate_refuses_a_small_gain_and_without_a_scored_request():
+def test_the_gate_refuses_a_small_gain_and_without_a_scored_request():
     result = toy_trainer(min_gain=10.0).train_cycle()
     assert not result.publish
     assert "below min_gain" in result.reason
@@ -66,8 +66,8 @@ def test_gate_refuses_a_small_gain_and_without_a_scored_request():
     assert "no request has been scored" in result.reason
 
 
-def test_requests_are_judged_before_they_are_learnt_from():
-    """Nothing is held out here: the gate has the newest requests alone."""
+def test_requests_are_scored_before_they_are_learned():
+    """No holdout here: the gate has the newest requests alone."""
     trainer = toy_trainer(0, holdout_share=1e-9)
     rng = random.Random(4)
     trainer.add_samples(documents_of(rng, 20))
@@ -142,14 +142,14 @@ def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):
     assert sum(row[0] for row in short.new.requests.values()) <= 64
 
 
-def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from():
+def test_requests_during_a_cycle_are_scored_before_they_are_learned():
     trainer = toy_trainer(0, holdout_share=1e-9, steps_per_cycle=8)
     rng = random.Random(4)
     trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(20))
     trainer.train_cycle()
     trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in (30, 31))
     late = {rng.getrandbits(64) for _ in range(8)}
-    ahead = iter(late)  # the first of them amid the evaluation of those two
+    ahead = iter(late)  # the first of them during the evaluation of those two
 
     def arrive() -> bool:
         if (key := next(ahead, None)) is not None:
@@ -158,15 +158,15 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
 
     amid = trainer.train_cycle(arrive)
     assert amid.fresh_requests == 2
-    assert amid.steps == 8  # more than one pass, over what was there when it began
+    assert amid.steps == 8  # more than one pass over the requests of its start
     assert not any(s.trained for s in trainer.buffer.train if s.key in late)
     assert trainer.train_cycle().fresh_requests == 8
-    trainer.train_cycle()  # the one before may have published what it scored
+    trainer.train_cycle()  # the previous one may have published its scored candidate
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
 
 
 @pytest.mark.parametrize("lost", [0.02, 0.2])
-def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
+def test_holdout_requests_of_past_traffic_do_not_block_a_draft(lost):
     trainer = toy_trainer(40, holdout_share=0.3, learning_rate=1e-9)
     trainer.train_cycle()
     rng = random.Random(9)
@@ -181,12 +181,12 @@ def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
     result = trainer.train_cycle()
     assert result.publish and result.improved and result.steps == 0
     assert result.evidence >= PUBLISH_EVIDENCE
-    # It could not be sent: training goes on from it, whatever comes.
+    # It could not be sent: training continues from it in any case.
     trainer.add_samples(documents_of(rng, 8))
     assert trainer.train_cycle().steps > 0
 
 
-def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
+def test_a_draft_that_is_worse_on_the_newest_requests_is_not_published():
     trainer = toy_trainer(40, learning_rate=1e-9)
     trainer.train_cycle()
     trainer.add_samples(documents_of(random.Random(9), 8))
@@ -203,7 +203,7 @@ def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
     assert "the newest requests got worse" in result.reason
 
 
-def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
+def test_a_harmful_cycle_is_undone_and_the_next_one_steps_smaller(monkeypatch):
     trainer, rng = toy_trainer(40), random.Random(5)
     trainer.rate = 1.0
     before = weights_of(trainer.live)
@@ -222,13 +222,13 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
         undone.append(torch.equal(weights_of(trainer.draft), before))
         assert undone[-1] == result.harmful
         assert not (result.harmful and result.publish)
-    # The third has no candidate yet that new requests could have judged.
+    # The third has no candidate yet that new requests could score.
     assert undone == [False, True, False, False]
     assert rates == pytest.approx([1.0, 0.5, 0.5 * RATE_GROWTH, 1.0])
     assert next_rate(MIN_RATE, replace(result, harmful=True)) == MIN_RATE
 
 
-def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
+def test_lost_tokens_are_no_harm_while_the_divergence_falls(monkeypatch):
     trainer = toy_trainer(40)
     trainer.train_cycle()
     trainer.add_samples(documents_of(random.Random(5), 8))
@@ -245,8 +245,8 @@ def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch)
 
 
 @pytest.mark.parametrize("when", [0, 1, 4, 7])
-def test_a_cycle_with_another_draft_is_not_judged(when):
-    """At any call of `progress`: the fresh requests, the steps, the held-out ones."""
+def test_a_cycle_with_another_draft_is_not_scored(when):
+    """At any call of `progress`: fresh requests, steps, held-out requests."""
     trainer = toy_trainer()
     trainer.train_cycle()
     snapshot = trainer.snapshot()
@@ -266,7 +266,7 @@ def test_a_cycle_with_another_draft_is_not_judged(when):
     assert len(calls) > when
 
 
-def test_a_request_of_which_a_part_was_learnt_is_not_judged():
+def test_a_partly_learned_request_is_not_scored():
     trainer = toy_trainer(0, holdout_share=1e-9)
     trainer.add_samples([TOY.document(1, 40, 3, 7), TOY.document(2, 40, 3, 8)])
     trainer.train_cycle()
@@ -274,7 +274,7 @@ def test_a_request_of_which_a_part_was_learnt_is_not_judged():
     trainer.add_samples([late.window(40, 60, 0), TOY.document(3, 40, 3, 9)])
     assert {s.key for s in trainer.buffer.fresh} == {7, 9}
     assert {s.key for s in trainer.unscored} == {9}
-    trainer.buffer.purge()  # however long ago the first part was learnt
+    trainer.buffer.purge()  # however long ago the first part was learned
     trainer.add_samples([late.window(40, 60, 0)])
     assert not trainer.unscored
 
@@ -309,7 +309,7 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     assert 0 < counted["live"] < num_rows  # the new requests alone
 
 
-def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkeypatch):
+def test_a_purge_during_a_comparison_keeps_windows_scored_on_both_drafts(monkeypatch):
     trainer, rng = toy_trainer(60), random.Random(6)
     trainer.train_cycle()
     trainer.add_samples(TOY.document(5, 20, 3, rng.getrandbits(64)) for _ in range(20))
@@ -320,7 +320,7 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
         evaluation = whole(draft, progress, samples)
         in_share = in_holdout(samples[0].key, trainer.config.holdout_share)
         if draft is trainer.live and in_share:  # held-out requests that are new
-            trainer.purge(tenant=7)  # nobody here, but no score is kept
+            trainer.purge(tenant=7)  # no such tenant; drops scores
             purges += 1
         return evaluation
 
@@ -331,7 +331,7 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
     assert result.new.requests
 
 
-def test_enough_evidence_publishes_what_was_scored_without_more_steps():
+def test_enough_evidence_publishes_the_scored_draft_without_more_steps():
     trainer = toy_trainer(40, holdout_share=0.3)
     trainer.train_cycle()
     scored = weights_of(trainer.draft)
@@ -345,8 +345,8 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     assert result.new is not None
     assert {s.key for s in trainer.buffer.holdout} == set(result.new.requests)
     assert torch.equal(weights_of(trainer.draft), scored)
-    assert trainer.buffer.new_tokens > waiting  # what came is still to be learnt
-    # Where nobody could publish it, training goes on.
+    assert trainer.buffer.new_tokens > waiting  # not learned yet
+    # Without a publisher, training continues.
     assert trainer.train_cycle().steps == 3
 
 
@@ -368,8 +368,8 @@ def test_evaluations_add_up():
 @pytest.mark.parametrize(
     ("when", "later"), [(0, False), (1, False), (3, False), (4, True), (7, True)]
 )
-def test_an_interrupted_cycle_gives_its_tokens_back(when, later):
-    """Amid its steps and its evaluations, in the first cycle or a later one."""
+def test_an_interrupted_cycle_returns_its_tokens(when, later):
+    """During its steps and its evaluations, in the first cycle or a later one."""
     trainer = toy_trainer()
     if later:
         trainer.train_cycle()
@@ -388,13 +388,13 @@ def test_an_interrupted_cycle_gives_its_tokens_back(when, later):
     if not later:
         left = {s.key for s in trainer.unscored}
         assert left < unseen if result.steps else left == unseen
-        # What the candidate has learnt from is judged by no more.
+        # The candidate's training data do not score it any more.
         assert left == unseen & {s.key for s in trainer._queue}
     assert trainer.train_cycle().new is not None
     assert trainer.buffer.new_tokens == 0
 
 
-def test_learning_rate_warms_up_and_decays_in_a_cycle():
+def test_the_learning_rate_warms_up_and_decays_in_a_cycle():
     scales = [cycle_lr_scale(i, 32) for i in range(32)]
     assert 0 < scales[0] < scales[2] < 1
     assert max(scales) == 1.0
@@ -402,7 +402,7 @@ def test_learning_rate_warms_up_and_decays_in_a_cycle():
 
 
 @pytest.mark.parametrize(("isa", "may"), [("AVX2", False), ("AVX512_CORE_AMX", True)])
-def test_bfloat16_is_not_fast_where_onednn_may_not_use_it(monkeypatch, isa, may):
+def test_bfloat16_is_not_fast_without_onednn_support(monkeypatch, isa, may):
     """It was emulated on a machine limited to AVX2: a cycle took 90 s for 4."""
     text = "flags : fpu avx512_bf16 amx_bf16\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
