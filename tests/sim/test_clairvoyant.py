@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sim.clairvoyant import ClairvoyantPolicy, judge
+from sim.clairvoyant import ClairvoyantPolicy, batch_candidates
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import simulate
 from sim.state import Server
@@ -61,7 +61,7 @@ def test_nothing_beats_it(seed, model):
     survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
     shown = batch(n, rng.integers(0, top + 1, n))
     survival[np.arange(top) >= shown.caps[:, None]] = 0.0
-    best = judge(survival, n, model, shown)
+    best = batch_candidates(survival, n, model, shown)
     rate, steps, lengths = brute(survival, model, shown)
     assert best.rate.max() == pytest.approx(rate, rel=1e-6)
     taken = best.lengths(int(best.rate.argmax()), n)

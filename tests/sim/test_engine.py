@@ -128,6 +128,6 @@ def test_noise_is_in_the_clock_and_not_in_time():
 
 
 def test_a_wrong_model_is_wrong_by_its_factors():
-    assumed = Mismatch(target=1.5, draft=0.5).believed(toys.MODEL)
+    assumed = Mismatch(target=1.5, draft=0.5).initial_model(toys.MODEL)
     assert assumed.target(1, 0) == pytest.approx(0.0101 * 1.5)
     assert assumed.draft_first(1, 0) == pytest.approx(0.0005)

@@ -86,11 +86,11 @@ def test_command_reads_traces_and_writes_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--suite", "nosuch"], "no suite 'nosuch'; there are published, quick"),
+        (["--suite", "nosuch"], "unknown suite 'nosuch'; choose from published, quick"),
         (["--trace", "gone.csv"], "cannot read trace gone.csv"),
-        (["--arm", "odd", "--seconds", "2"], "no arm 'odd'"),
+        (["--arm", "odd", "--seconds", "2"], "unknown arm 'odd'"),
         (["--json", "gone/x.json"], "cannot write"),
-        (["--seconds", "0.0001"], "no request left"),
+        (["--seconds", "0.0001"], "no request to replay"),
     ],
 )
 def test_bad_input_gets_one_sentence(arguments, says, capsys):
