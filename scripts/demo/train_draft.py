@@ -47,7 +47,7 @@ from vllm_tide.train.packing import pack, take_batch
 from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep
 
-HELD_OUT = 0.02  # share of a file's documents used only for evaluation
+HOLDOUT_SHARE = 0.02  # share of a file's documents used only for evaluation
 DEPTH = 5  # draft depth of the evaluation
 TRAINING = ("seed", "vocab", "learning_rate", "batch_tokens", "ttt_steps")  # options
 WINDOW = 512  # maximum rows of a document, so that a batch has several
@@ -188,7 +188,7 @@ def load_documents(path: Path) -> list[Sample]:
 
 def split(documents: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Return the training documents and the held-out ones."""
-    period = int(1 / HELD_OUT)
+    period = int(1 / HOLDOUT_SHARE)
     return (
         [d for d in documents if d.key % period],
         [d for d in documents if d.key % period == 0],
@@ -268,8 +268,8 @@ def train(args: argparse.Namespace) -> None:
         if steps % args.save_steps == 0:
             save(draft, args)
     save(draft, args)
-    held_out = [d for file in files[:8] for d in split(load_documents(file))[1]]
-    score = evaluate(draft, target, held_out, DEPTH)
+    holdout = [d for file in files[:8] for d in split(load_documents(file))[1]]
+    score = evaluate(draft, target, holdout, DEPTH)
     length, error = score.acceptance("greedy"), score.standard_error("greedy")
     print(
         f"{steps} steps, {rows} rows; held-out acceptance length at depth {DEPTH}: "
