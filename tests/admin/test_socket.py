@@ -79,7 +79,7 @@ def test_an_order_of_its_user_is_executed_and_answered(served, run_dir):
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
     # A failing order ends nothing.
     assert send(trainer.path, {"do": "pause"}, 5) == {
-        "ok": False, "error": "it failed (KeyError); see the log",
+        "ok": False, "error": "the command failed (KeyError); see the log",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Engines that take turns, and the rows that a run makes of them."""
+"""Interleaved engines, and the rows of their run."""
 
 import math
 import os
@@ -18,11 +18,11 @@ from bench.suites.control import AGAIN, OFF
 from tests.bench.turn_toys import until
 
 SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0, "static1": 120.0, "static3": 90.0}
-MOOD = 0.5  # a host whose speed halves and doubles from round to round
+MOOD = 0.5  # a host with a speed that halves and doubles
 
 
 class Toy:
-    """An engine of known speed on a host whose speed changes."""
+    """An engine of known speed on a host of changing speed."""
 
     made: list["Toy"]
 
@@ -61,7 +61,7 @@ def report(monkeypatch, tmp_path):
     return measured("none,again,off", *argv)
 
 
-def test_what_the_host_does_is_in_no_ratio(report):
+def test_the_host_speed_cancels_out_of_ratios(report):
     assert not Toy.made, "all of them have ended"
     cells = {(row["requests"], row["arm"]): row for row in report["cells"]}
     assert cells.keys() == {(b, a) for b in (2, 4) for a in ("none", AGAIN, OFF)}
@@ -71,7 +71,7 @@ def test_what_the_host_does_is_in_no_ratio(report):
         assert off["low"] <= off["ratio_to_none"] <= off["high"]
         assert again["ratio_to_none"] == pytest.approx(1.0, abs=1e-3)
         assert off["blocks"] == 2 * 2
-    # Of 36 rounds of a first visit and 19 of a second one, of two batch sizes.
+    # Of 36 time slices of a first visit and 19 of a second one, of two batch sizes.
     assert report["identity"] == {"compared": 2 * (36 + 19), "differing": 2}
     rows = {row["arm"]: row for row in report["overall"]}
     assert rows.keys() == SPEED.keys() & {"none", AGAIN, OFF}
@@ -107,7 +107,7 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch):
     arms = "vllm_dynamic,none,static1,static3"
     result = measured(arms, "--batches", "2,4", "--learns", "20")
     assert list(result["schedules"].values()) == [[(1, 4, 1)]]
-    # Rounds that tuned it are in no cell: every arm has as many blocks.
+    # Tuning slices are in no cell: every arm has as many blocks.
     assert {row["blocks"] for row in result["cells"]} == {2 * 2}
     [row] = [row for row in result["overall"] if row["arm"] == "vllm_dynamic"]
     assert row["ratio_to_none"] == pytest.approx(1.19, abs=1e-3)
@@ -128,8 +128,8 @@ def test_a_cold_start_is_a_new_engine_of_each_visit(monkeypatch):
     result = measured("none,adaspec", *argv)
     assert [name for name, _ in began] == ["none", *["adaspec"] * 3]
     caches = [cache for _, cache in began]
-    assert None not in caches and len(set(caches)) == 4, "nobody else's profile"
-    assert len(result["visits"]) == 2 * 3 * 2, "no round is left out"
+    assert None not in caches and len(set(caches)) == 4, "separate profiles"
+    assert len(result["visits"]) == 2 * 3 * 2, "no visit is left out"
     assert not Toy.made
 
 
@@ -152,7 +152,7 @@ def engine(tmp_path, name):
 
 
 def finishing(one, count):
-    """Turns in which so many requests end."""
+    """Return time slices in which so many requests end."""
     slices = []
     while sum(len(time_slice.finished) for time_slice in slices) < count:
         slices.append(one.run_slice(0.2))
@@ -166,7 +166,7 @@ def state_of(one):
 
 @pytest.mark.vllm
 @pytest.mark.nightly
-def test_real_engines_take_turns_and_say_the_same(tmp_path):
+def test_real_engines_alternate_and_give_equal_outputs(tmp_path):
     prompts = [[5 + i, 6, 7, 8 + i] * 8 for i in range(9)]
     with ExitStack() as stack:
         outputs = {}
@@ -188,7 +188,7 @@ def test_real_engines_take_turns_and_say_the_same(tmp_path):
         assert [outputs["none"][i] for i in both] == [
             outputs["static1"][i] for i in both
         ]
-        # What was under way is dropped, and numbers begin anew.
+        # Open requests are dropped, and numbers begin anew.
         one.begin(prompts[::-1], 1, 3, "second")
         again = finishing(one, 1)[-1].finished
         assert again[0][0] == 0 and again[0] != (0, outputs["static1"][0])

@@ -68,6 +68,6 @@ def test_arms_that_adapt_within_a_request_are_valid(
     assert arm.adapts == tide.capture.enabled == tide.swap.enabled == trains
     # Visits have a cache salt: without it nothing of them would be captured.
     assert tide.capture.salted == starts_trainer(tide) == trains
-    # What the loop between requests learns is the arm's that has all.
+    # The training between requests counts for the arm with everything on.
     if trains:
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")

@@ -1,4 +1,4 @@
-"""Rows of `overhead.py` from turns whose truth is known."""
+"""Rows of `overhead.py` from time slices with known truth."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_only_steps_that_an_arm_is_about_count():
 
 
 def test_differences_and_ratios_are_of_the_same_moments():
-    speed = [1.0, 2.0, 3.0]  # of the machine, in three groups of rounds
+    speed = [1.0, 2.0, 3.0]  # of the machine, in three groups
     slices = {"none": [], "static": [], "off": [], "full": []}
     for slow in speed:
         for _ in range(overhead.GROUP):

@@ -1,4 +1,4 @@
-"""What an arm does is timed by a clock that stands while it waits."""
+"""An arm is timed by a clock that stops while the arm waits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def event(unix):
 
 
 @pytest.mark.slow
-def test_an_arms_clock_stands_while_it_waits(taker, clock):
+def test_an_arms_clock_stops_while_it_waits(taker, clock):
     taker.ready()
     clock.ahead += WAIT_S
     began = clock.time()
@@ -81,7 +81,7 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
     assert one["t_s"] + 0.01 >= 0.0 and ends[3] <= two["t_s"] + 0.01 < WAIT_S / 2
 
 
-def test_a_segment_ends_where_its_time_is_over():
+def test_a_segment_ends_after_its_time():
     now = [0.0]
     stream = part(0, "0 math") * 8 + part(16, "1 sql") * 8
     seen = []

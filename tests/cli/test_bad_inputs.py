@@ -1,4 +1,4 @@
-"""The answer to a wrong command line, file or machine: one sentence, one status."""
+"""The answer to a wrong command line, file or machine: one line, one status."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CASES = [
     (["status", "--run-dir", "DIR/r"], 1, "no trainer is running in DIR/r: start "),
     (["status", "--timeout", "0"], 2, "--timeout: '0' is not a time; give sec"),
     (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is not a time"),
-    (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is no id of 64 "),
+    (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is not a hexade"),
     (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
@@ -100,7 +100,7 @@ CASES = [
 
 
 def answered(argv: list[str], folder: Path) -> tuple[int, list[str]]:
-    """Status and lines of a command's answer: of its errors, else of its output."""
+    """Return status and lines of a command's answer: its errors, else its output."""
     out, err = io.StringIO(), io.StringIO()
     argv = [arg.replace("DIR", str(folder)) for arg in argv]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -114,7 +114,7 @@ def answered(argv: list[str], folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[0])[:60])
-def test_a_bad_input_gets_one_sentence(case, tmp_path):
+def test_a_bad_input_gives_one_line(case, tmp_path):
     argv, status, part = case
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
@@ -125,7 +125,7 @@ def test_a_bad_input_gets_one_sentence(case, tmp_path):
     assert len(lines) == 1 or argv in ([], ["config"]) or argv[0] in ("top", "help")
 
 
-# Each in a process of its own: an import cannot be taken back.
+# Each in a separate process: an import cannot be undone.
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "prometheus_client")))
@@ -143,7 +143,7 @@ sys.exit(main({argv!r}))
         (["train"], 2, "error: this command needs torch, which is not installed"),
     ],
 )
-def test_a_laptop_has_neither_torch_nor_vllm(argv, status, part, tmp_path):
+def test_commands_run_without_torch_and_vllm(argv, status, part, tmp_path):
     code = WITHOUT.format(argv=[*argv, "--run-dir", str(tmp_path / "run")])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -162,10 +162,10 @@ def test_a_relative_run_directory_is_refused(monkeypatch, tmp_path):
     for argv in (["status"], ["top", "--once"], ["train"], ["pause"]):
         status, (line,) = answered(argv, tmp_path)
         assert status == 2
-        assert line == "error: TIDE_RUN_DIR: 'rel' is relative; give an absolute path"
+        assert line == "error: TIDE_RUN_DIR: 'rel' is relative; use an absolute path"
 
 
-def test_capture_off_where_nobody_is_there_is_set(tmp_path):
+def test_capture_off_without_an_engine_is_stored(tmp_path):
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     status, (line,) = answered(["capture", "off", "--run-dir", str(run)], tmp_path)
@@ -198,7 +198,7 @@ def test_json_is_a_flag_and_output_a_file(argv, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pipe_may_close():
+def test_a_closed_pipe_is_no_error():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -33,7 +33,7 @@ def vllm_result(seed=0, speed=1.0, n=40, **changes):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of results, one for each of some speeds."""
+    """Make a folder of results, one for each of some speeds."""
 
     def write(name, *speeds, seeds=None, **changes):
         (tmp_path / name).mkdir()
@@ -46,13 +46,13 @@ def folder(tmp_path):
 
 
 def compared(capsys, *sides, status=0):
-    """First line and the rest of what the command prints."""
+    """Return the first line and the remaining output of the command."""
     assert main(["compare", *sides]) == status
     first, text = capsys.readouterr().out.split("\n", 1)
     return first, text
 
 
-def test_a_faster_side_is_taken_and_a_slower_one_not(folder, tmp_path, capsys):
+def test_a_faster_side_is_chosen_and_a_slower_one_is_not(folder, tmp_path, capsys):
     a = folder("now", 1.0, 1.01, spec_decode_acceptance_length=2.0)
     b = folder("tide", 1.25, 1.26, spec_decode_acceptance_length=2.6)
     out = tmp_path / "out.json"
@@ -76,7 +76,7 @@ def run_of(seconds, milliseconds=10.0):
     return Run(figures, {}, 100.0, 64, 0, settings)
 
 
-def test_one_server_against_itself_is_rarely_decided():
+def test_one_server_compared_with_itself_is_rarely_decided():
     """Speeds of runs vary by 5%; the requests of a run are not independent."""
     rng = np.random.default_rng(0)
     for files in (2, 3):
@@ -89,7 +89,7 @@ def test_one_server_against_itself_is_rarely_decided():
         assert decided <= 20
 
 
-def test_the_interval_is_welch_s():
+def test_the_interval_is_welchs():
     stats = pytest.importorskip("scipy.stats")
     a, b = [10.0, 10.4, 11.0], [8.0, 9.1, 8.4]
     figure = compare(list(map(run_of, a)), list(map(run_of, b)), ("A", "B"))["figures"]
@@ -122,7 +122,7 @@ def test_time_per_token_does_not_outvote_tokens_per_second(seconds, times, end):
     assert compare(a, b, ("A", "B"))["verdict"].endswith(end)
 
 
-def test_what_speaks_against_the_verdict_is_in_its_sentence(folder, capsys):
+def test_measurements_against_the_verdict_are_in_its_message(folder, capsys):
     a, b = folder("now", 1.0, 1.01), folder("tide", 1.25, 1.26)
     for path in Path(b).iterdir():
         content = json.loads(path.read_text())
@@ -142,7 +142,7 @@ def test_what_speaks_against_the_verdict_is_in_its_sentence(folder, capsys):
         ("errors", ["x", *[""] * 39], "more than 1% of a side's requests failed"),
     ],
 )
-def test_what_is_not_comparable_has_no_verdict(folder, capsys, field, value, part):
+def test_incomparable_results_have_no_verdict(folder, capsys, field, value, part):
     same = {"max_concurrency": 8, "request_rate": "inf", "model_id": "m"}
     a = folder("now", 1.0, 1.01, **same)
     b = folder("tide", 1.5, 1.51, **same | {field: value})
@@ -153,7 +153,7 @@ def test_what_is_not_comparable_has_no_verdict(folder, capsys, field, value, par
         assert "use " not in first and "keep " not in first
 
 
-def test_outputs_are_compared_where_both_sides_served(folder, capsys):
+def test_outputs_are_compared_for_requests_of_both_sides(folder, capsys):
     def errors(at):
         return [f"{'x' * (i == at)}" for i in range(200)]
 
@@ -166,7 +166,7 @@ def test_outputs_are_compared_where_both_sides_served(folder, capsys):
     assert "Outputs are equal in 394 of 396 requests." in text
 
 
-def test_figures_are_vllm_s_own(tmp_path):
+def test_figures_are_vllms_own(tmp_path):
     content = vllm_result(errors=["", "broken", *[""] * 38])
     content["itls"] = content["itls"][:1] * 40
     content["output_lens"] = content["output_lens"][:1] * 40
@@ -195,7 +195,7 @@ def test_figures_are_vllm_s_own(tmp_path):
         (vllm_result(generated_texts=["x"]), "has no times of its requests"),
     ],
 )
-def test_a_wrong_file_is_one_sentence(folder, tmp_path, capsys, content, sentence):
+def test_a_wrong_file_gives_one_line(folder, tmp_path, capsys, content, sentence):
     good, bad = folder("good", 1.0), tmp_path / "bad.json"
     bad.write_text(json.dumps(content))
     assert main(["compare", good, str(bad)]) == 2

@@ -1,4 +1,4 @@
-"""Commands of a user who may not read what they name: one sentence, no traceback."""
+"""Commands of a user without permission for their files: one line, no traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def closed(tmp_path):
-    """A folder of root's that nobody else may read, with a draft."""
+    """A folder of root without permissions for others, with a draft."""
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text("{}")
     tmp_path.chmod(0o700)
@@ -28,7 +28,7 @@ def section(closed, tide, model="fresh"):
 
 
 def answered(argv, capsys):
-    """Status and output as another user; what is imported late, is imported as root."""
+    """Return status and output as another user; late imports run as root."""
     main(argv)
     capsys.readouterr()
     os.seteuid(NOBODY)
@@ -61,7 +61,7 @@ def answered(argv, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_what_may_not_be_read_is_one_sentence(argv, sentence, closed, capsys):
+def test_an_unreadable_path_gives_one_line(argv, sentence, closed, capsys):
     model = section(closed, {}, "CLOSED/draft")
     argv = [w.replace("MODEL", model).replace("CLOSED", str(closed)) for w in argv]
     status, _, err = answered(argv, capsys)

@@ -21,7 +21,7 @@ _ENDINGS = {
 
 
 def samples_of(metric: Metric) -> list[str]:
-    """Names of a metric's samples on `/metrics`."""
+    """Return names of a metric's samples on `/metrics`."""
     endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
     return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
 
@@ -36,7 +36,7 @@ def of_training() -> set[str]:
 
 @cache
 def of_vllm() -> set[str] | None:
-    """From vLLM's source, without importing it; None where it is not installed."""
+    """Return names from vLLM's source, without an import; None if not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -54,7 +54,7 @@ def of_vllm() -> set[str] | None:
 
 
 def missing(expr: str) -> set[str]:
-    """Samples that an expression reads and nobody exposes, as far as is known."""
+    """Return samples that an expression reads without a known exporter."""
     ours, theirs = of_serving() | of_training(), of_vllm()
     absent = metrics_in(expr) - ours - (theirs or set())
     return absent if theirs else {n for n in absent if n.startswith("vllm_tide:")}
@@ -65,7 +65,7 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _texts(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names of metrics among constants."""
+    """Return names of metrics among constants."""
     texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return {text for text in texts if re.fullmatch(r"vllm:\w+", text)}
 

@@ -22,7 +22,7 @@ def needs_promtool(test: Any) -> Any:
 
 
 def promtool(folder: Path, action: str, document: dict[str, Any]) -> str:
-    """What promtool says about a document; JSON is YAML to it.
+    """Return promtool's output about a document; JSON is YAML to it.
 
     Raises:
         AssertionError: It finds fault with it.

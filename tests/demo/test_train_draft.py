@@ -1,4 +1,4 @@
-"""What a draft of a published model is trained on, and in which order."""
+"""Training data of the draft of a published model, and their order."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from scripts.demo.train_draft import batches, read_prompts, split, without
 from tests.train.toys import documents_of
 
 
-def test_prompts_come_in_an_order_of_their_own_and_only_those_named(tmp_path):
+def test_prompts_have_a_seeded_order_and_only_the_named_domains(tmp_path):
     file = tmp_path / "prompts.jsonl.gz"
     rows = [{"id": f"{name}-{i}", "prompt": str(i)} for name in "ab" for i in range(20)]
     with gzip.open(file, "wt") as out:
@@ -36,12 +36,12 @@ def test_the_committed_draft_has_no_prompt_of_the_quickstart():
     assert len({row["id"] for row in rows}) == len(rows) == 600
     facts = json.loads((folder / "smollm2_draft" / "provenance.json").read_text())
     only = tuple(facts["capture"]["only"])
-    # Of the source of `math` other rows were taken: --exclude.
+    # Other rows of the source of `math` were used: --exclude.
     shared = {r["id"].split("-")[0] for r in rows if r["id"].startswith(only)}
     assert shared == {"gsm8k"}
 
 
-def test_a_pass_has_every_document_once_and_none_that_is_held_out(tmp_path):
+def test_a_pass_has_every_document_once_and_no_holdout(tmp_path):
     files = [tmp_path / f"documents-{i}.pt" for i in range(2)]
     rng = random.Random(0)
     every = [documents_of(rng, 120) for _ in files]

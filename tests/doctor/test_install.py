@@ -1,4 +1,4 @@
-"""The installation as it is, and as planted: packages, patches, extension."""
+"""The installation as it is, and with faults: packages, patches, extension."""
 
 import builtins
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_tide.doctor.run import Status, examine
 
 
 def plant(monkeypatch, folder, name, version, *more):
-    """Let an installed vLLM be one with this metadata."""
+    """Replace the installed vLLM by one with this metadata."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *more]
@@ -84,7 +84,7 @@ def test_a_missing_package_fails(monkeypatch):
         (None, None),
     ],
 )
-def test_torch_s_build_is_read_without_importing_it(
+def test_torchs_build_is_read_without_importing_it(
     tmp_path, monkeypatch, lines, sentence
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
@@ -118,7 +118,7 @@ def test_the_device_is_chosen_as_vllm_does(
     assert install.vllm_device() == device
 
 
-def test_an_extension_that_is_wrong_or_does_not_load_fails(monkeypatch):
+def test_a_wrong_or_unloadable_extension_fails(monkeypatch):
     assert examined(None, "extension").status is Status.OK
     with monkeypatch.context() as patch:
         patch.setattr(_shm, "crc32c", lambda data: 0)

@@ -1,4 +1,4 @@
-"""The configuration, and draft against target: the server's sentences, from headers."""
+"""The configuration, and draft against target: the server's messages, from headers."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def fit_of(tmp_path, section=None, **models):
         ({"intermediate_size": 64}, "has shape (64, 128)"),
     ],
 )
-def test_a_draft_is_held_against_the_target(tmp_path, target, change, part):
+def test_a_draft_is_checked_against_the_target(tmp_path, target, change, part):
     draft = write_draft(tmp_path / "d", **change)
     finding = fit_of(tmp_path, draft=draft, model=target)
     assert finding.status is (Status.FAILED if change else Status.OK)
@@ -55,7 +55,7 @@ def test_files_that_are_no_whole_draft_fail(tmp_path, target):
         assert "is not a complete safetensors file" in finding.sentence
 
 
-def test_what_is_not_on_this_machine_is_skipped(tmp_path, target):
+def test_missing_models_are_skipped(tmp_path, target):
     draft = write_draft(tmp_path / "d")
     for named in (
         {"draft": tmp_path / "gone", "model": target},
@@ -74,7 +74,7 @@ def test_another_method_fails(tmp_path, target):
     assert "tide trains EAGLE-3 drafts" in finding.sentence
 
 
-def test_a_fresh_draft_is_judged_and_not_built(tmp_path, target, monkeypatch):
+def test_a_fresh_draft_is_checked_and_not_built(tmp_path, target, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     finding = fit_of(tmp_path, draft="fresh", model=target)
     assert finding.status is Status.OK
@@ -85,7 +85,7 @@ def test_a_fresh_draft_is_judged_and_not_built(tmp_path, target, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
+def test_the_drafts_size_is_that_of_its_tensors(tmp_path, target):
     draft = write_draft(tmp_path / "d")
     expected = sum(tensor.nbytes for tensor in draft_tensors().values())
     assert draft_bytes(make_subject(tmp_path, draft=draft)) == expected

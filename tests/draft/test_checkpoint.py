@@ -1,4 +1,4 @@
-"""Checkpoints: round trip, strictness, sentences that name the tensor."""
+"""Checkpoints: write and read, strictness, errors that name the tensor."""
 
 from __future__ import annotations
 

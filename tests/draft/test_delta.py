@@ -1,4 +1,4 @@
-"""A fast draft as a change of low rank of the draft that it stands on."""
+"""A fast draft as a low-rank change of its base draft."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base(request):
 
 
 def product(rank, scale=0.1, seed=1):
-    """A matrix of a rank whose entries are about `scale`."""
+    """Return a matrix of a rank with entries of about `scale`."""
     random = torch.Generator().manual_seed(seed)
     u = torch.randn(ROWS, rank, generator=random)
     v = torch.randn(rank, COLUMNS, generator=random)
@@ -39,7 +39,7 @@ def masters(base):
     return {n: t.float() if t.is_floating_point() else t for n, t in base.items()}
 
 
-def test_a_change_of_no_higher_rank_is_made_whole_again(base):
+def test_a_change_within_the_rank_is_restored(base):
     weights = masters(base)
     change = product(delta.RANK)
     fast = weights | {
@@ -69,7 +69,7 @@ def test_a_change_of_no_higher_rank_is_made_whole_again(base):
     assert not torch.equal(served["fc.weight"], base["fc.weight"])
 
 
-def test_a_change_of_higher_rank_is_met_as_well_as_its_rank_allows(base):
+def test_a_change_of_higher_rank_is_approximated_as_well_as_possible(base):
     weights = masters(base)
     noise = torch.Generator().manual_seed(2)
     change = 0.1 * torch.randn(ROWS, COLUMNS, generator=noise) + 10 * product(5)
@@ -77,8 +77,8 @@ def test_a_change_of_higher_rank_is_met_as_well_as_its_rank_allows(base):
     for rank in (1, 8, delta.RANK):
         made = delta.apply(weights, delta.factors(weights, fast, rank))
         missed = torch.linalg.norm(fast["fc.weight"] - made["fc.weight"])
-        # Eckart and Young: no matrix of the rank is nearer than the rest of the
-        # singular values; 4 % more for the randomised decomposition.
+        # Eckart and Young: no matrix of the rank is nearer than the remaining singular
+        # values; 4 % more for the randomised decomposition.
         least = torch.linalg.svdvals(change)[rank:].norm()
         assert least * 0.999 <= missed <= 1.04 * least
 
@@ -90,7 +90,7 @@ def test_no_change_is_no_tensor_and_the_base_bit_by_bit(base):
     assert delta.fingerprint(made) == delta.fingerprint(base)
 
 
-def test_the_fingerprint_is_of_names_values_and_types(base):
+def test_the_fingerprint_covers_names_values_and_types(base):
     name = delta.fingerprint(base)
     assert name == delta.fingerprint(dict(reversed(base.items())))
     assert name == delta.fingerprint(base | {"t2d": torch.ones(3, dtype=torch.bool)})
@@ -102,7 +102,7 @@ def test_the_fingerprint_is_of_names_values_and_types(base):
     assert name not in {delta.fingerprint(tensors) for tensors in others}
 
 
-def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
+def test_a_base_is_read_once_and_on_demand(base):
     reads = []
     lazy = delta.Base(lambda: reads.append(1) or base)
     assert not reads
@@ -118,7 +118,7 @@ def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
         ({"fc.weight": torch.full((ROWS, COLUMNS), torch.inf)}, "fc.weight has NaN"),
     ],
 )
-def test_no_change_is_made_of_drafts_that_do_not_fit(base, wrong, message):
+def test_drafts_that_do_not_fit_give_no_change(base, wrong, message):
     fast = {n: t for n, t in (masters(base) | wrong).items() if t is not None}
     with pytest.raises(DraftError, match=f"draft change: .*{message}"):
         delta.factors(masters(base), fast)

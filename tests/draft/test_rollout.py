@@ -27,7 +27,7 @@ FAST = (0, 4, 11, 12, 13)  # of those, each switch once
 
 
 def make_draft(**changes: object) -> Eagle3Draft:
-    """A random draft whose norms are not trivial."""
+    """Return a random draft with norms that are not trivial."""
     torch.manual_seed(3)
     shape = config(**changes)
     target_ids = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
@@ -45,13 +45,13 @@ def make_draft(**changes: object) -> Eagle3Draft:
 
 
 def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
-    """Random document."""
+    """Return a random document."""
     tokens, features = torch.randint(0, VOCAB, (size,)), torch.randn(size, 3 * HIDDEN)
     return whole(tokens, features, torch.randn(size, HIDDEN), prompt, key, start)
 
 
 def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.Tensor]:
-    """(document key, row, step) to logits."""
+    """Return (document key, row, step) to logits."""
     batch = pack(samples)
     plan = plan_rows(batch, STEPS)
     weights = draft.compute_weights(torch.float32)
@@ -97,7 +97,7 @@ def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
 
 
 def test_packed_documents_equal_documents_alone() -> None:
-    """No row sees another document, and none goes missing."""
+    """No row attends to another document, and none is missing."""
     draft = make_draft()
     samples = [
         make_sample(n, p, s, n) for n, p, s in ((7, 1, 0), (2, 1, 4), (15, 6, 9))

@@ -1,4 +1,4 @@
-"""One parser, one input: what comes of it, within limits of time and memory.
+"""One parser, one input: its outcome, within limits of time and memory.
 
 A parser may return or raise what it documents. Anything else is a finding: another
 exception, more memory than its bound, more processor time than it can need.
@@ -21,7 +21,7 @@ CPU_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Parser:
-    """Something that reads what another process wrote.
+    """A reader of bytes that another process wrote.
 
     Args:
         name: For the tables.

@@ -23,7 +23,7 @@ ME = Holder.current()
 
 
 class Folder:
-    """A private directory that lives as long as the process."""
+    """A private directory for the life of the process."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
@@ -75,7 +75,7 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
 
 
 def parsers() -> list[Parser]:
-    """Those of files."""
+    """Return the parsers of files."""
     now = time.time()
     mine = {**MANIFEST, "pid": ME.pid, "pid_start": ME.start}
     mine["pid_namespace"] = ME.namespace

@@ -1,4 +1,4 @@
-"""What lies in shared memory: records, rings and weights segments."""
+"""Content of shared memory: records, rings and weights segments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TENSORS = {
 
 
 def body(seed: int) -> bytes:
-    """Bytes of a record."""
+    """Return the bytes of a record."""
     make = make_metadata_only if seed % 3 == 2 else make_record
     return body_of(make(SPEC, seed, num_rows=seed % 5), SPEC).tobytes()
 
@@ -65,7 +65,7 @@ def write(ring: RingWriter, data: bytes) -> None:
 
 @st.composite
 def meta_bodies(draw: st.DrawFn) -> bytes:
-    """A record whose fixed part has fields of any size, before bytes of any kind."""
+    """A record with a fixed part of any sizes, before bytes of any kind."""
     meta = np.frombuffer(
         bytearray(draw(st.sampled_from(BODIES))[: META.itemsize]), META
     )
@@ -76,7 +76,7 @@ def meta_bodies(draw: st.DrawFn) -> bytes:
 
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
-    """Page 0 with a right checksum, whatever it says."""
+    """Return page 0 with a right checksum and any content."""
     me = Holder.current()
     spec = spec[: shm._SPEC_BYTES]
     head = shm._HEADER.pack(
@@ -89,7 +89,7 @@ def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
 def pages(
     magic: bytes, version: int, spec: dict[str, Any], size: int
 ) -> st.SearchStrategy[bytes | None]:
-    """Page 0: as it is, damaged, or whole and saying odd things."""
+    """Return page 0: unchanged, damaged, or valid with unusual values."""
     good = sealed(magic, version, size, json.dumps(spec).encode())
     sizes = st.one_of(st.just(size), edges, st.integers(DATA_AT - 1, size))
     versions = st.sampled_from((version, version, version, 1, version + 1))
@@ -105,7 +105,7 @@ def read_record(data: bytes) -> None:
 
 @st.composite
 def wounds(draw: st.DrawFn, size: int, frames: bool) -> list[tuple[int, bytes]]:
-    """What is written where, over a whole segment."""
+    """Return writes over a whole segment."""
     made = []
     for _ in range(draw(st.integers(0, 4))):
         what = draw(st.sampled_from(("word", "bytes", "frame" if frames else "bytes")))
@@ -128,7 +128,7 @@ def wounds(draw: st.DrawFn, size: int, frames: bool) -> list[tuple[int, bytes]]:
 
 
 class Memory:
-    """A segment that is put back as it was before each input."""
+    """A segment that is restored before each input."""
 
     def __init__(self, segment: Any) -> None:
         self.buf = segment.buf
@@ -212,7 +212,7 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
 
 @st.composite
 def publications(draw: st.DrawFn) -> publication.DraftBlob:
-    """Version 3, often with a header that says anything and a right digest."""
+    """Return version 3, often with an arbitrary header and a right digest."""
     data = publication.encode(TENSORS, 3, 2, {"loss": 1.0}).data
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -235,7 +235,7 @@ def read_publication(blob: publication.DraftBlob) -> None:
 
 
 def parsers() -> list[Parser]:
-    """Those of shared memory."""
+    """Return the parsers of shared memory."""
     ring_size = DATA_AT + 4096
     weights_size = DATA_AT + 2 * 8192
     ring = st.tuples(

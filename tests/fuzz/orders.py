@@ -55,7 +55,7 @@ def say(requests: list[bytes]) -> None:
 
 @functools.cache
 def stranger() -> tuple[Path, queue.Queue[bytes]]:
-    """A socket that answers whatever it is told to answer."""
+    """A socket that answers with given bytes."""
     kept.append(folder := Folder())
     path, answers = folder.path / "admin-1.sock", queue.Queue[bytes]()
     listener = socket.socket(socket.AF_UNIX)
@@ -84,7 +84,7 @@ def ask(answer: bytes) -> None:
 
 
 def parsers() -> list[Parser]:
-    """Those of orders."""
+    """Return the parsers of orders."""
     orders = json_or_bytes(ORDER).map(lambda text: [text + b"\n"])
     pieces = st.lists(damaged([b'{"do": "status"}\n']), max_size=4)
     answers = st.one_of(

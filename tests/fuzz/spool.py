@@ -1,4 +1,4 @@
-"""What lies in a spool: shards, states, heads and their manifests."""
+"""Content of a spool: shards, states, drafts and their manifests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ENGINE = {
 
 @functools.cache
 def folder() -> tuple[EngineFolder, Path]:
-    """An engine's folder of a spool in a directory that lives as long as this."""
+    """Return an engine's folder of a spool; its directory is deleted with it."""
     made = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
     root = Path(made.name)
     engine_folder = EngineFolder(LocalStore(root), "e1")
@@ -73,7 +73,7 @@ SHARD = built()
 
 @st.composite
 def shard_bodies(draw: st.DrawFn) -> bytes:
-    """A shard of odd offsets, an odd header or odd records."""
+    """Return a shard of odd offsets, an odd header or odd records."""
     records = [draw(damaged(BODIES)) for _ in range(draw(st.integers(0, 4)))]
     sums = np.cumsum([0, *map(len, records)]).tolist()
     for _ in range(draw(st.integers(0, 2))):
@@ -93,7 +93,7 @@ def shard_bodies(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """A manifest (JSON) and a body, often with sizes and checksum that fit it."""
+    """Return a manifest (JSON) and a body, often with matching sizes and checksum."""
     manifest, body = SHARD
     body = draw(st.one_of(damaged([body]), shard_bodies()))
     if draw(st.integers(0, 3)):
@@ -137,7 +137,7 @@ def read_states(given: tuple[bytes, bytes, bytes]) -> None:
 
 @st.composite
 def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Entry and body of draft 7."""
+    """Return entry and body of draft 7."""
     blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
     body = draw(damaged([blob.data]))
     digest = draw(st.sampled_from((blob.sha256, hashlib.sha256(body).digest())))
@@ -156,7 +156,7 @@ def read_drafts(given: tuple[bytes, bytes]) -> None:
 
 
 def parsers() -> list[Parser]:
-    """Those of the spool."""
+    """Return the parsers of the spool."""
     state = json_or_bytes(asdict(EngineState(last_shard=1, first_shard=1)))
     still = st.just(json.dumps(asdict(EngineState(last_shard=1))).encode())
     renamed = st.sampled_from(

@@ -1,4 +1,4 @@
-"""Readers of what another process wrote read damaged bytes, or refuse them."""
+"""Readers of another process's output read damaged bytes, or refuse them."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""A step's numbers: the block of the reference, one launch for any size."""
+"""The block of a step's numbers equals the reference, one launch for any size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parts(n, rows, width, depth, cut):
         pytest.param(40, 64, 6, 5, True, marks=pytest.mark.nightly),
     ],
 )
-def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
+def test_the_block_equals_the_reference(monkeypatch, n, rows, width, depth, cut):
     given = parts(n, rows, width, depth, cut)
     size = sum(part.numel() for part in given)
     ours, expected = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
@@ -46,7 +46,7 @@ def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
     assert torch.equal(sure, given[4])
 
 
-def test_no_number_of_a_step_makes_a_kernel_of_its_own():
+def test_no_step_size_compiles_another_kernel():
     assert set(op._NUMBERS) == {
         name for name, kind in op.variants()[0].types.items() if kind == "i32"
     }

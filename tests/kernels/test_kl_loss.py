@@ -21,8 +21,8 @@ from vllm_tide.train.losses import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Largest relative rounding of a gradient stored in each dtype. The interpreter cuts
-# where a GPU rounds to bfloat16, so it is a whole step.
+# Largest relative rounding of a gradient stored in each dtype. The interpreter
+# truncates to bfloat16, unlike a GPU, so it is a whole step.
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 KINDS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 
@@ -33,7 +33,7 @@ def draw(*shape, scale=2.0, seed=0):
 
 
 def by_definition(z, t, weights, reverse):
-    """Values, and the gradient by autograd, in float64."""
+    """Return values, and the gradient by autograd, in float64."""
     z = z.double().detach().requires_grad_()
     p, q = t.double().softmax(-1), z.softmax(-1)
     if reverse:
@@ -61,7 +61,7 @@ def check(z, t, weights, reverse):
 @KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 131), (1, 64), (2, 65)])
-def test_kernel_is_the_definition(monkeypatch, dtype, reverse, rows, size):
+def test_the_kernel_equals_the_definition(monkeypatch, dtype, reverse, rows, size):
     monkeypatch.setattr(op, "MAX_BLOCK", 64)
     monkeypatch.setattr(op, "kl_rows_reference", None)
     z, t = draw(rows, size).to(dtype), draw(rows, size, seed=1).to(dtype)
@@ -110,7 +110,7 @@ def test_impossible_tokens_add_nothing(monkeypatch, interpreted):
 
 
 def problem(pruned):
-    """Rows of a draft, its LM head, a teacher with more rows than one each."""
+    """Return rows of a draft, its LM head, a teacher with more rows than one each."""
     hidden, rows = draw(4, 9, scale=1.0, seed=1), draw(60, 9, scale=0.7, seed=2)
     vocab = VocabMap.identity(60)
     if pruned:
@@ -124,10 +124,10 @@ def problem(pruned):
 @KINDS
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
 @pytest.mark.parametrize("chunk_bytes", [1, 60 * 4 * 3, 1 << 20])
-def test_loss_and_gradients_are_those_of_training(
+def test_loss_and_gradients_equal_those_of_training(
     monkeypatch, reverse, pruned, chunk_bytes
 ):
-    """Against train/losses.py: same weights, same rows, same draft head."""
+    """Against train/losses.py: same weights, same rows, same LM head of the draft."""
     monkeypatch.setattr(op, "kl_rows_reference", None)
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     normed, head, hidden, rows, vocab, index = problem(pruned)
@@ -157,7 +157,7 @@ def test_loss_and_gradients_are_those_of_training(
 
 
 @KINDS
-def test_reference_is_the_definition(reverse):
+def test_the_reference_equals_the_definition(reverse):
     z, t = draw(5, 40).double(), draw(5, 40, seed=1).double()
     weights, grad = torch.rand(5).double(), torch.empty_like(z)
     values = kl_rows_reference(z, t, weights, reverse=reverse, grad_out=grad)
@@ -166,7 +166,7 @@ def test_reference_is_the_definition(reverse):
     torch.testing.assert_close(grad, slope, rtol=0, atol=1e-13)
 
 
-def test_floor_is_training_s():
+def test_the_floor_equals_trainings():
     assert FLOOR == loss_terms.FLOOR
 
 
@@ -181,7 +181,7 @@ def test_floor_is_training_s():
     ],
     ids=["1d", "transposed", "width", "half", "grad"],
 )
-def test_wrong_inputs_say_what_is_wrong(change, says):
+def test_wrong_inputs_give_a_message(change, says):
     given = {
         "draft_logits": torch.zeros(2, 4),
         "teacher_logits": torch.zeros(2, 4),

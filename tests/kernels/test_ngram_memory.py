@@ -1,4 +1,4 @@
-"""The memory on a device: what it proposes, counts and overwrites, and for whom.
+"""The memory on a device: its proposals, counts and writes, per request.
 
 The reference keeps whole texts and searches them position by position.
 """
@@ -20,7 +20,7 @@ LONGEST = 4000
 
 
 def follow(text, window):
-    """What followed the last place that the end of a text occurred at, and its run."""
+    """Return what followed the last match of the text's end, and the match length."""
     best = (0, 0, 0)
     low = max(len(text) - window, 0)
     for end in range(low + 1, len(text)):
@@ -36,7 +36,7 @@ def follow(text, window):
 
 
 class Reference:
-    """The same by loops, in float64."""
+    """The same memory by loops, in float64."""
 
     def __init__(self, window):
         self.window = window
@@ -73,7 +73,7 @@ class Reference:
             self.counts[source, 1, bucket, k] += right
 
     def choose(self, slot, drafts, depth):
-        """The drafts that stand, and how much the memory's are worth more."""
+        """Return the chosen drafts, and the gain of the memory's."""
         tokens, run = follow(self.texts[slot], self.window)
         bucket = int(np.searchsorted(MATCHES, run, side="right"))
         worth = np.cumprod(self.chance[:, bucket, :depth], axis=1).sum(axis=1)
@@ -83,7 +83,7 @@ class Reference:
 
 
 class Rig:
-    """Both, fed with the same requests."""
+    """Both memories, fed with the same requests."""
 
     def __init__(self, window=1 << 15, seed=0):
         device = torch.get_default_device()
@@ -96,14 +96,14 @@ class Rig:
         self.choices: list[tuple[int, int, float]] = []
 
     def admit(self, slot, prompt):
-        """Another request has the slot; nobody tells the table."""
+        """Admit another request to the slot without notice to the table."""
         self.texts[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
         self.total[slot] = self.prefill[slot] = len(prompt)
         self.reference.texts[slot] = list(prompt)
         self.reference.proposed.pop(slot, None)
 
     def step(self, came, drafts, depth=K, sure=None):
-        """One step: tokens by slot (none inside of a prompt); the drafts that stand."""
+        """Run one step: tokens by slot (none inside of a prompt); the chosen drafts."""
         slots, n = list(came), len(came)
         sampled = torch.full((n, K + 1), -1)
         for i, slot in enumerate(slots):
@@ -149,7 +149,7 @@ class Rig:
 
 
 def live(window, steps, seed=4):
-    """Requests come, go and wait in turns; texts repeat, and some do not."""
+    """Add, end and suspend requests in turn; some texts repeat, and some do not."""
     rig = Rig(window, seed=seed)
     random = rig.random
     lives: dict[int, int] = {}
@@ -184,28 +184,28 @@ def live(window, steps, seed=4):
 @pytest.mark.parametrize(
     "window", [256, pytest.param(1 << 15, marks=pytest.mark.nightly)]
 )
-def test_it_is_the_reference_through_lives_of_requests(window):
+def test_it_equals_the_reference_over_many_requests(window):
     live(window, 24)
 
 
 @pytest.mark.interpreted
-def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
+def test_a_slots_next_request_gets_no_proposals_of_the_previous_one():
     rig = Rig()
     drafts = {0: [100] * K}
     rig.admit(0, [7] * 1100)
     for _ in range(4):
         rig.step({0: [7] * 3}, drafts)
     rig.reference.counts[:] = 0
-    rig.reference.counts[MEMORY] = 100  # it is believed
+    rig.reference.counts[MEMORY] = 100  # a high estimate
     rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     assert rig.step({0: [7]}, drafts) == [[7] * K]
-    rig.admit(0, [7, 7, 3])  # as the former began: all its matches lie beyond
+    rig.admit(0, [7, 7, 3])  # as the previous one began: all its matches are beyond
     assert rig.step({0: []}, drafts) == [[100] * K]
     assert rig.step({0: [7, 7, 7]}, drafts) == [[100] * K]
-    # A preempted request comes back as a new one, whose text is longer.
+    # A preempted request comes back as a new one with a longer text.
     rig.admit(0, [*rig.reference.texts[0], 3, 7])
     assert rig.step({0: [7]}, drafts) == [[7, 3, 7, 7]]
-    # What is not copied whole is neither searched nor taken for known.
+    # A text that is not copied whole is neither searched nor known.
     names, num = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
     rig.admit(0, [7] * 2000)
     rig.total[0] += 1
@@ -216,7 +216,7 @@ def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
 
 
 @pytest.mark.interpreted
-def test_chances_of_what_stands_reach_who_asks():
+def test_verify_chances_of_the_chosen_drafts_are_reported():
     rig = Rig()
     rig.reference.counts[MEMORY] = 100
     rig.table.counts.copy_(torch.tensor(rig.reference.counts))
@@ -230,7 +230,7 @@ def test_chances_of_what_stands_reach_who_asks():
 
 
 @pytest.mark.interpreted
-def test_without_a_draft_nothing_is_proposed_and_still_graded():
+def test_without_a_draft_nothing_is_proposed_but_everything_is_graded():
     rig = Rig()
     rig.admit(0, [1, 2, 3, 1, 2])
     none = {0: [-1] * K}
@@ -257,7 +257,7 @@ def test_the_buckets_are_those_of_model_runner_v1():
     assert op._MOST_MATCH.value == MOST_MATCH and ORDERS == (8, 5, 3)
 
 
-def test_no_number_of_a_step_makes_a_kernel_of_its_own():
+def test_no_step_size_compiles_another_kernel():
     numbers = set()
     for variant in op.variants():
         numbers |= {name for name, kind in variant.types.items() if kind == "i32"}
@@ -265,7 +265,7 @@ def test_no_number_of_a_step_makes_a_kernel_of_its_own():
 
 
 @pytest.mark.interpreted
-def test_a_fault_is_contained_and_texts_are_read_anew(monkeypatch):
+def test_a_fault_is_contained_and_texts_are_read_again(monkeypatch):
     from types import SimpleNamespace as Of
 
     from vllm_tide.engine.memory_v2 import MemoryV2

@@ -1,4 +1,4 @@
-"""The compiled kernels on a GPU: the references' answers, at real sizes too."""
+"""The compiled kernels on a GPU equal the references, at real sizes too."""
 
 from __future__ import annotations
 

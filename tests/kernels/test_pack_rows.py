@@ -1,4 +1,4 @@
-"""Row packing: the bytes of the reference, whatever the dtypes."""
+"""Row packing gives the reference's bytes in every dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def name_of(dtype):
 
 
 def inputs(num_rows, hidden, dtype, seed=0):
-    """Strided rows of three layers."""
+    """Return strided rows of three layers."""
     random = torch.Generator().manual_seed(seed)
 
     def layer():
@@ -27,7 +27,7 @@ def inputs(num_rows, hidden, dtype, seed=0):
 
 
 def packed(monkeypatch, features, rows, stored, padding=0):
-    """Pack with the kernel and with the reference; the reference may not help."""
+    """Pack with the kernel and with the reference; the reference must not be called."""
     shape = (len(rows) + padding, 3 * features[0].shape[1])
     ours, expected = (torch.full(shape, 7, dtype=stored) for _ in range(2))
     rows = torch.tensor(rows, dtype=torch.int32)
@@ -53,7 +53,7 @@ PAIRS = [
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("given", "stored"), PAIRS)
-def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
+def test_the_kernel_writes_the_references_bytes(monkeypatch, given, stored):
     features = inputs(9, 1025, given)
     out = packed(monkeypatch, features, range(9), stored, padding=2)
     assert torch.equal(out[:9], torch.cat(features, -1).to(stored))
@@ -61,7 +61,7 @@ def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
 
 
 @pytest.mark.interpreted
-def test_only_the_rows_that_are_named_are_packed(monkeypatch):
+def test_only_the_named_rows_are_packed(monkeypatch):
     features = inputs(9, 40, torch.bfloat16)
     for rows in ([1, 2, 5, 8], [3, 3, 0], []):
         with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_nan_stays_nan_in_every_dtype(monkeypatch):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_wrong_inputs_say_what_is_wrong(change, says):
+def test_wrong_inputs_give_a_message(change, says):
     dtype, hidden = change.get("dtype", torch.float32), change.get("hidden", 8)
     features = inputs(3, hidden, dtype)
     with pytest.raises(ValueError, match=says):

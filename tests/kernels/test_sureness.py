@@ -1,4 +1,4 @@
-"""How sure a draft is: a softmax's largest entry, kept step by step, also by kernel."""
+"""The confidence of a draft: a softmax's maximum per step, also by kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 
 def filled(sureness, dtype=torch.float32, rows=(REQS, 4, 2), vocab=VOCAB):
-    """Fill the table; the table that is right."""
+    """Fill the table and return the expected one."""
     random = torch.Generator().manual_seed(0)
     expected = torch.zeros(REQS, DEPTH)
     for step, n in enumerate(rows):
         logits = (4.0 * torch.randn(n, vocab, generator=random)).to(dtype)
-        logits[0, 7:] = -torch.inf  # a draft with a vocabulary of its own
+        logits[0, 7:] = -torch.inf  # a draft with another vocabulary
         sureness.keep(logits, torch.tensor(step))
         expected[:n, step] = logits.float().softmax(-1).amax(-1)
     return expected
@@ -35,7 +35,7 @@ def test_each_step_fills_its_column_for_its_rows():
 @pytest.mark.parametrize(
     ("dtype", "vocab"), [(torch.bfloat16, VOCAB), (torch.float32, VOCAB // 3)]
 )
-def test_the_kernel_says_the_same(monkeypatch, dtype, vocab):
+def test_the_kernel_equals_the_reference(monkeypatch, dtype, vocab):
     sureness = ConfidenceTable(REQS, DEPTH, VOCAB, CPU)
     sureness._workspace = TopKWorkspace(REQS, VOCAB, 1, CPU)
     monkeypatch.setattr(torch, "softmax", None)

@@ -15,7 +15,7 @@ def draw(rows, vocab, dtype, scale=3.0, seed=0):
 
 
 def same(monkeypatch, logits, k):
-    """Kernel against reference; the reference may not help."""
+    """Compare kernel and reference; the reference must not be called."""
     expected = topk_teacher_reference(logits, min(k, logits.shape[1]))
     monkeypatch.setattr(op, "topk_teacher_reference", None)
     result = topk_teacher(logits, k)
@@ -49,7 +49,7 @@ def same(monkeypatch, logits, k):
         ),
     ],
 )
-def test_kernel_lists_the_reference_s_tokens(monkeypatch, dtype, rows, vocab, k):
+def test_the_kernel_lists_the_references_tokens(monkeypatch, dtype, rows, vocab, k):
     monkeypatch.setattr(op, "MIN_BLOCK", 64 if vocab < 1000 else 256)
     same(monkeypatch, draw(rows, vocab, dtype), k)
 
@@ -65,7 +65,7 @@ def test_large_vocabulary(monkeypatch, vocab):
 
 
 @pytest.mark.interpreted
-def test_equal_logits_come_by_lower_id(monkeypatch):
+def test_equal_logits_are_ordered_by_id(monkeypatch):
     monkeypatch.setattr(op, "MIN_BLOCK", 32)
     logits = torch.zeros(3, 200)
     logits[1, ::2] = -0.0  # equal to 0.0
@@ -84,13 +84,13 @@ def test_forbidden_tokens_come_last_and_leave_no_tail(monkeypatch):
     result = same(monkeypatch, logits, 6)
     assert result.ids[0].tolist() == [40, 3, 0, 1, 2, 4]
     assert result.logprobs[0, 2:].isneginf().all()
-    # What is left of one after rounding: nothing, or the last bit.
+    # The remainder of one after rounding: nothing, or the last bit.
     assert result.tail_logprob[0].exp() <= 2e-7
 
 
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_rows_that_are_no_distribution_are_nan(monkeypatch):
+def test_invalid_rows_are_nan(monkeypatch):
     monkeypatch.setattr(op, "topk_teacher_reference", None)
     logits = draw(4, 40, torch.float32)
     logits[0, 7], logits[1], logits[2, 3] = float("nan"), -float("inf"), float("inf")
@@ -108,7 +108,7 @@ def test_strided_rows_and_no_rows(monkeypatch):
     assert [tuple(t.shape) for t in result] == [(0, 7), (0, 7), (0,)]
 
 
-def test_reference_is_what_capture_keeps():
+def test_the_reference_equals_captures_formula():
     """The formula of engine/staging.py, where no two logits are equal."""
     logits, k = draw(6, 500, torch.float32), 8
     logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -132,6 +132,6 @@ def test_reference_is_what_capture_keeps():
     ],
     ids=["float64", "1d", "empty", "transposed", "zero"],
 )
-def test_wrong_inputs_say_what_is_wrong(logits, k, says):
+def test_wrong_inputs_give_a_message(logits, k, says):
     with pytest.raises(ValueError, match=says):
         topk_teacher(logits, k)

@@ -315,7 +315,7 @@ def test_the_paper_check_is_a_command(capsys):
             {"classes__0__name": "a\nb\x1b[2J"},
             "classes.0.name: must be printable ASCII",
         ),
-        ({"classes__1": None, "classes__0__count": 0}, "classes: none serves; one"),
+        ({"classes__1": None, "classes__0__count": 0}, "classes: none can serve;"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(cluster_file, capsys, change, sentence):
