@@ -1,11 +1,11 @@
-"""Draws one-line mutants of the code at a commit, and runs the tests on each.
+"""Draw one-line mutants of the code at a commit, and run the tests on each.
 
     python tests/mutants.py draw --seed 1 --base COMMIT --json FILE [PREFIX ...]
     python tests/mutants.py run FILE --tree DIR --json RESULT
 
-A line that was moved is found again by its text, its function and its neighbours. The
-tests are the fast ones of the folders in `TESTS`, those that name the module first, or
-with `--engines` those of the middle tier that need no machine for themselves.
+A moved line is identified by its text, its function and its neighbours. The tests are
+the fast ones of the folders in `TESTS`, those that name the module first, or with
+`--engines` those of the middle tier that need no separate machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("patch", "doctor/", "top/", "cli/", "metrics", "config", "bench/", "sim/")
-# The longest prefix counts. Where nothing is said: the tests of the same folder.
+# The longest prefix counts. Without a match: the tests of the same folder.
 TESTS = {
     "scripts/bench/": "bench",
     "scripts/fetch_vllm": "patches",
@@ -53,7 +53,7 @@ LIMIT_S = 300
 
 
 def changes(node: ast.AST, line: bytes) -> Iterator[tuple[int, int, str]]:
-    """What may be changed of a node: begin and end (bytes of its line), new text."""
+    """Yield possible changes of a node: begin and end (bytes of its line), new text."""
     whole = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
     pairs: Any = ()
     match node:
@@ -84,7 +84,7 @@ def changes(node: ast.AST, line: bytes) -> Iterator[tuple[int, int, str]]:
 
 
 def mutants(path: str, source: str) -> Iterator[dict[str, Any]]:
-    """Every mutant of a file: a line before and after, its function and neighbours."""
+    """Yield mutants of a file: a line before and after, its function and neighbours."""
     lines = source.splitlines()
 
     def of(node: ast.AST, function: str) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def mutants(path: str, source: str) -> Iterator[dict[str, Any]]:
 
 
 def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str, Any]]:
-    """One mutant each of as many lines, every line alike."""
+    """Draw one mutant each of as many lines, with equal probability."""
 
     def git(*args: str) -> str:
         return subprocess.check_output(["git", "-C", str(ROOT), *args], text=True)
@@ -120,7 +120,7 @@ def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str
 
 
 def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
-    """The file and the line (from 0) of the same code in a tree."""
+    """Return the file and the line (from 0) of the same code in a tree."""
     result = []
     for top in ("vllm_tide", "scripts", "tests"):
         for path in (tree / top).rglob("*.py"):
@@ -140,7 +140,7 @@ def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
 
 
 def tests_of(path: Path, tree: Path) -> list[str]:
-    """Test files of a module, those that name it first."""
+    """Return test files of a module, those that name it first."""
     name = path.relative_to(tree).as_posix()
     longest = max((p for p in TESTS if name.startswith(p)), key=len, default="")
     folders = TESTS.get(longest, name.split("/")[1]).format(stem=path.stem).split()
@@ -155,7 +155,7 @@ def tests_of(path: Path, tree: Path) -> list[str]:
 
 
 def run_tests(tree: Path, files: list[str], marks: str) -> str:
-    """The outcome of tests in a fork, which has imported what is large."""
+    """Return the outcome of tests in a fork that has imported the large modules."""
     log = tree / "mutant.log"
     if (pid := os.fork()) == 0:
         os.setsid()
@@ -179,7 +179,7 @@ def run_tests(tree: Path, files: list[str], marks: str) -> str:
 def run(
     drawn: list[dict[str, Any]], source: Path, out: Path, limit: int, marks: str
 ) -> None:
-    """Run the tests on each mutant, in a copy of a tree; `out` has what came of it."""
+    """Run the tests on each mutant, in a copy of a tree; write outcomes to `out`."""
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
     for name in WARM:

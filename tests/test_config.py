@@ -1,4 +1,4 @@
-"""The bad-input table: what was tried and what it says, word for word."""
+"""The bad-input table: inputs and their messages, word for word."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BAD_SECTIONS = [
 
 
 @pytest.mark.parametrize(("section", "sentence"), BAD_SECTIONS)
-def test_bad_section_gets_one_sentence(section, sentence):
+def test_a_bad_section_gives_one_line(section, sentence):
     with pytest.raises(ConfigError) as refused:
         parse_tide(section)
     assert str(refused.value) == sentence
@@ -100,7 +100,7 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("section", "keys", "note"), NOTED)
-def test_what_has_no_effect_or_is_odd_is_noted(section, keys, note, capsys):
+def test_a_knob_without_effect_is_noted(section, keys, note, capsys):
     whole = {"model": "fresh", "num_speculative_tokens": 3, "tide": section} | keys
     assert main(["config", "check", json.dumps(whole)]) == 0
     captured = capsys.readouterr()
@@ -115,7 +115,7 @@ def test_a_preset_alone_is_not_noted(preset):
 
 
 def parts(tide):
-    """What runs, and under which policy."""
+    """Return the enabled parts and the policy."""
     return (
         tide.capture.enabled,
         tide.train.autostart,
@@ -206,7 +206,7 @@ def test_every_form_that_vllm_takes_is_read(tmp_path, capsys, name, text):
         assert main(["config", "check", text]) == 0
 
 
-def test_a_comment_sign_in_a_string_is_none():
+def test_a_comment_sign_in_a_string_is_no_comment():
     text = '{"tide": {"spool": {"url": "s3://b/,}"}}, "a": "\\"//,]"}'
     assert read_json_object(text) == json.loads(text)
 
@@ -230,12 +230,12 @@ def test_a_key_given_twice_is_refused(tmp_path, capsys, name, text):
     if name == "a.json":
         with pytest.raises(ConfigError, match="^capture: given twice"):
             read_json_object(text)
-    # Without us it is vLLM's, which takes the last.
+    # Without us vLLM parses it and takes the last.
     assert read_json_object('{"model": 1, "model": 2}') == {"model": 2}
 
 
 def checked(config, capsys):
-    """Status, and what is said of a whole configuration."""
+    """Return status and errors of a whole configuration."""
     status = main(["config", "check", json.dumps(config)])
     return status, capsys.readouterr().err.splitlines()
 
@@ -273,7 +273,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("change", "start"), MISTAKES)
-def test_a_mistake_beside_the_section_is_named(change, start, capsys):
+def test_a_mistake_next_to_the_section_is_named(change, start, capsys):
     status, (message,) = checked(WHOLE | change, capsys)
     assert status == 2 and message.startswith(f"error: {start}")
 

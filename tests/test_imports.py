@@ -1,4 +1,4 @@
-"""Imports point one way, and what must stay light stays light."""
+"""Imports point one way, and light packages stay light."""
 
 from __future__ import annotations
 
@@ -92,21 +92,21 @@ def test_only_engine_imports_vllm():
     assert wrong == []
 
 
-# What a distribution is called where its module has another name; kernels' compilers
-# come with Torch's builds.
+# Distributions with another name than their module; kernels' compilers come with
+# Torch's builds.
 DISTRIBUTIONS = {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
 WITH_TORCH = {"torch", "triton", "xformers"}
 
 
 def required(lines: list[str]) -> set[str]:
-    """Names of requirements that hold without an extra."""
+    """Return names of requirements without an extra."""
     plain = [line for line in lines if "extra ==" not in line]
     matches = [re.match(r"[\w.-]+", line) for line in plain]
     return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in matches if name}
 
 
 @pytest.mark.vllm
-def test_what_is_imported_is_declared_or_vllm_s():
+def test_every_import_is_declared_or_vllms():
     from vllm_tide.doctor.install import vllm_distribution
 
     vllm = vllm_distribution()
@@ -123,7 +123,7 @@ def test_what_is_imported_is_declared_or_vllm_s():
     }
     imported = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
     assert imported.keys() - known == set()
-    # These run where no vLLM is: in `doctor`, `top`, `status` and `config`.
+    # These run without vLLM: in `doctor`, `top`, `status` and `config`.
     assert {"packaging", "prometheus-client", "pyyaml", "pydantic"} <= ours
 
 
@@ -136,7 +136,7 @@ def test_light_packages_import_no_torch():
     assert wrong == []
 
 
-# What turns bytes of somebody else into code: (owner, function), owner "" for builtins.
+# Functions that turn foreign bytes into code: (owner, function), "" for builtins.
 UNSAFE_CALLS = {
     ("", "eval"),
     ("", "exec"),
@@ -177,7 +177,7 @@ def unsafe(tree: ast.AST) -> list[str]:
     return result
 
 
-def test_nothing_that_another_process_wrote_becomes_code():
+def test_no_foreign_bytes_become_code():
     wrong = [
         (str(file), name) for file, tree in sources().items() for name in unsafe(tree)
     ]
@@ -201,5 +201,5 @@ def test_nothing_that_another_process_wrote_becomes_code():
         "subprocess.run(text, shell=True)",
     ],
 )
-def test_the_lint_sees(line):
+def test_the_lint_detects_violations(line):
     assert unsafe(ast.parse(line))

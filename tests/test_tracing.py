@@ -1,4 +1,4 @@
-"""Spans of rare events: sent where an endpoint is configured, and nothing otherwise."""
+"""Spans of rare events: sent only where an endpoint is configured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nothing_configured(monkeypatch):
 
 @pytest.fixture
 def collector():
-    """An OTLP collector over HTTP; the requests it got."""
+    """An OTLP collector over HTTP; the received requests."""
     got: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -116,7 +116,7 @@ def test_a_span_that_fails_costs_nothing(tmp_path):
     assert len(Path(log.path).read_text().splitlines()) == 1
 
 
-def test_a_wrong_protocol_is_said_once_and_nothing_is_sent(monkeypatch, caplog):
+def test_a_wrong_protocol_is_logged_once_and_nothing_is_sent(monkeypatch, caplog):
     monkeypatch.setenv(VARIABLES[1], "localhost:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke-signals")
     assert tracing.open_tracing("engine") is None

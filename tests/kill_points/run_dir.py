@@ -52,7 +52,7 @@ class RunDir(Protocol):
 
 
 class Manifest(RunDir):
-    """An engine starts beside a live one and takes its manifest back."""
+    """An engine starts next to a live one and removes its manifest."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("other"))
@@ -71,7 +71,7 @@ class Manifest(RunDir):
 
 
 class Reclaim(RunDir):
-    """A start removes what dead engines left, and nothing of a live one."""
+    """A start removes files of dead engines, and none of a live one."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("f" * 16))
@@ -95,7 +95,7 @@ class Reclaim(RunDir):
 
 
 class Retract(RunDir):
-    """An engine takes its manifest back."""
+    """An engine removes its manifest."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("other"))
@@ -140,7 +140,7 @@ class MovedKey(Key):
 
 
 class On(RunDir):
-    """Capture is switched off: once that is acknowledged it is for every engine."""
+    """Capture is disabled: once acknowledged, this applies to every engine."""
 
     target_state = True
 
@@ -160,13 +160,13 @@ class On(RunDir):
 
 
 class Off(On):
-    """Capture is switched on again."""
+    """Capture is enabled again."""
 
     target_state = False
 
 
 class Vanished(RunDir):
-    """A run directory vanishes while a switch is on, and its engine looks on."""
+    """A run directory vanishes while a switch is on, and its engine polls on."""
 
     def begin(self) -> None:
         super().begin()
@@ -176,7 +176,7 @@ class Vanished(RunDir):
         switches = Switches(self.run_dir, str(self.state))
         shutil.rmtree(self.run_dir, ignore_errors=True)
         prepare_run_dir(self.run_dir)
-        for _ in range(3):  # the engine looks on
+        for _ in range(3):  # the engine polls on
             assert {PAUSED} & set(switches.read())
         switches.close()
         return (self.run_dir / PAUSED).exists()
@@ -189,7 +189,7 @@ class Vanished(RunDir):
 
 
 class Order(RunDir):
-    """An order to pause reaches a trainer, whose answer holds for the next one."""
+    """A pause order reaches a trainer; its answer holds for the next one."""
 
     def act(self) -> bool:
         server = AdminSocket(self.run_dir)
@@ -220,7 +220,7 @@ class Order(RunDir):
 
 
 class Purge(RunDir):
-    """A purge is asked for, answered by a trainer and a relay, and withdrawn."""
+    """A purge is requested, answered by a trainer and a relay, and withdrawn."""
 
     def act(self) -> bool:
         lasting = [self.state]
@@ -249,7 +249,7 @@ class Purge(RunDir):
 
     def tidy(self) -> None:
         inbox = purge.PurgeInbox(self.run_dir)
-        for request in inbox.pending():  # a live keeper answers the stopped asker
+        for request in inbox.pending():  # a live data holder answers the stopped client
             inbox.done(request, {"records": 1})
             assert purge.answers(self.run_dir, request)
             purge.withdraw(self.run_dir, request)
@@ -287,13 +287,13 @@ class Events(RunDir):
 
 
 class HalvedEvents(Events):
-    """The older half of them goes."""
+    """The older half of them is removed."""
 
     most = 200
 
 
 class Log(RunDir):
-    """The log of a child is cut, and its trainer's lock taken."""
+    """The log of a child is truncated, and its trainer's lock taken."""
 
     def begin(self) -> None:
         super().begin()

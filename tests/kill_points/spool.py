@@ -49,13 +49,13 @@ class Spool(Protocol):
         return EngineFolder(self.store, "e1")
 
     def tidy(self) -> None:
-        """Somebody lists the folders."""
+        """Another process lists the folders."""
         for part in ("records", "heads", "readers", "draft", ""):
             self.store.sizes(self.engine.path(part))
 
 
 class Shards(Spool):
-    """A relay writes shards behind one that is there; another one goes on."""
+    """A relay appends shards to an existing one; another relay continues."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0, 1]])
@@ -94,7 +94,7 @@ class Shards(Spool):
 
 
 class PurgedRemains(Shards):
-    """Whatever a stopped relay left, a purge of everything leaves no byte of it."""
+    """After a relay stopped anywhere, a purge of everything leaves no byte of it."""
 
     def check(self, done: bool) -> None:
         with suppress(TransportError):
@@ -104,7 +104,7 @@ class PurgedRemains(Shards):
 
 
 class OldShards(Spool):
-    """The oldest shards give way to the newest, to keep the bounds."""
+    """The oldest shards are replaced by the newest, to keep the bounds."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0], [1], [2], [3]])
@@ -124,7 +124,7 @@ class OldShards(Spool):
 
 
 class DeadEngine(Spool):
-    """The folder of an engine that has said nothing for the longest age goes."""
+    """The folder of an engine without a heartbeat for the maximum age is removed."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0], [1]])
@@ -150,7 +150,7 @@ class DeadEngine(Spool):
 
 
 class Stale(spool_writer.HeartbeatMonitor):
-    """A word that has not changed for ever."""
+    """Simulate a heartbeat that has not changed for ever."""
 
     fresh = False  # type: ignore[assignment]
 
@@ -164,7 +164,7 @@ def of_tenant(seed: int, tenant: int) -> np.ndarray:
 
 
 class TenantPurge(Spool):
-    """A purge of one tenant's records takes those of no other."""
+    """A purge of one tenant's records removes no other."""
 
     def begin(self) -> None:
         writer = writer_of(self.store)
@@ -188,7 +188,7 @@ class TenantPurge(Spool):
 
 
 class PurgedRelay(Spool):
-    """A relay forgets a tenant's records, also of a shard that lies half written."""
+    """A relay forgets a tenant's records, also of a half-written shard."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0]])
@@ -233,7 +233,7 @@ class Draft(Spool):
         return self.again()
 
     def again(self) -> bool:
-        """The same draft is sent once more."""
+        """The same draft is sent again."""
         if not hasattr(self, "_next"):
             return self.act()
         self.engine.write_draft(self._next)
@@ -247,7 +247,7 @@ class Draft(Spool):
 
 
 class Reader(Spool):
-    """A trainer reads an engine's shards, sends a draft, and the next one goes on."""
+    """A trainer reads an engine's shards, sends a draft, and the next one continues."""
 
     def begin(self) -> None:
         toy = ToyEngine(self.folder / "toy")
@@ -265,7 +265,7 @@ class Reader(Spool):
         if not hasattr(self, "_feed"):
             return self.act()
         feed = self._feed
-        for _ in range(4):  # three looks at a shard that cannot be read
+        for _ in range(4):  # three reads of a shard that cannot be read
             feed.heartbeat()
         for record in feed.read(3):
             want = make_record(SPEC, record.draft_version)
@@ -275,7 +275,7 @@ class Reader(Spool):
             feed.publish(tensors, version=self._version, parent_version=0, meta={})
         feed.heartbeat()
         feed.close()
-        feed._closing.clear()  # it is asked again where its last word failed
+        feed._closing.clear()  # it is asked again where its last write failed
         return feed._pending is None and not feed._failing
 
     def check(self, done: bool) -> None:

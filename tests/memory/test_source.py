@@ -1,4 +1,4 @@
-"""What each source was worth, and that the better one is chosen."""
+"""The value of each source, and the choice of the better one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ K = 3
 
 
 def outcome(random, chance):
-    """Accepted tokens of n requests: int64 [n], of chances [n, K]."""
+    """Draw accepted tokens of n requests: int64 [n], of probabilities [n, K]."""
     return np.logical_and.accumulate(random.random(chance.shape) < chance, 1).sum(1)
 
 
 def play(random, draft, memory, num_steps, *, shifts=False, n=8, choose=None):
-    """Tokens of a source that is chosen by the record, in expectation.
+    """Return the expected tokens of a source that is chosen by its estimate.
 
     Args:
         draft, memory: Chances [n, K] of the two, with a match of bucket [n].
@@ -42,7 +42,7 @@ def play(random, draft, memory, num_steps, *, shifts=False, n=8, choose=None):
             pick = has_match & choose(draft, better)
         chance = np.where(pick[:, None], better, draft)
         total += float(np.cumprod(chance, axis=1).sum()) + n
-        # Both are graded by what was emitted, as far as that goes.
+        # Both are graded by the emitted tokens, as far as those go.
         passed = {DRAFT: outcome(random, draft), MEMORY: outcome(random, better)}
         known = np.minimum(np.where(pick, passed[MEMORY], passed[DRAFT]) + 1, K)
         for source, right in passed.items():
@@ -90,7 +90,7 @@ def test_never_below_the_better_single_source(draft, memory, shifts):
 
 
 def step(memory, table, upto, new, slot=0, caps=K):
-    """One step of one request whose `new` tokens follow `upto` of its table."""
+    """Run a step of one request with `new` tokens after `upto` of its table."""
     view = Text(
         np.array([table], np.int32),
         np.array([upto]),
@@ -103,7 +103,7 @@ def step(memory, table, upto, new, slot=0, caps=K):
 LOOP = list(range(50, 60)) * 6
 
 
-def test_proposals_are_graded_by_what_came_chosen_or_not():
+def test_proposals_are_graded_by_the_next_tokens_chosen_or_not():
     memory = Memory(2, 256, K)
     bucket = np.array([5])
     before = memory.record.survival(MEMORY, np.zeros(1, int), bucket)[:, 0].copy()
@@ -123,13 +123,13 @@ def test_proposals_are_graded_by_what_came_chosen_or_not():
 
 
 def worth(memory, source):
-    """Chance of each token of a long match's proposal, given those before it."""
+    """Return the probability of each token of a long match's proposal, in order."""
     survival = memory.record.survival(source, np.zeros(1, int), np.array([5]))[:, 0]
     return survival / np.concatenate([[1.0], survival[:-1]])
 
 
-def test_only_tokens_that_are_known_are_judged():
-    """Two tokens came, the third of the proposal may yet have been right."""
+def test_only_known_tokens_are_graded():
+    """With two tokens, the third of the proposal may yet have been right."""
     memory = Memory(2, 256, K)
     for slot in range(2):
         step(memory, LOOP, 25, LOOP[25:26], slot)
@@ -138,7 +138,7 @@ def test_only_tokens_that_are_known_are_judged():
     assert (worth(memory, MEMORY)[:2] > fresh[:2]).all()
 
 
-def test_drafts_are_graded_too_and_nothing_after_a_pause_or_another_request():
+def test_drafts_are_graded_too_but_not_across_a_pause_or_another_request():
     memory = Memory(2, 256, K)
     before = worth(memory, DRAFT)
     for _ in range(4):
@@ -151,11 +151,11 @@ def test_drafts_are_graded_too_and_nothing_after_a_pause_or_another_request():
     assert np.array_equal(worth(memory, DRAFT), after)
     memory.begin(0)
     fresh = worth(memory, DRAFT)
-    step(memory, LOOP, 41, LOOP[41:42])  # nor what the slot's former request got
+    step(memory, LOOP, 41, LOOP[41:42])  # nor tokens of the slot's previous request
     assert np.array_equal(worth(memory, DRAFT), fresh)
 
 
-def test_proposals_are_cut_to_the_room():
+def test_proposals_are_cut_to_the_remaining_length():
     memory = Memory(2, 256, K)
     tokens, proposals = step(memory, LOOP, 25, LOOP[25:26], caps=1)
     assert (proposals.survival[:, 0] >= 0).tolist() == [True, False, False]

@@ -55,7 +55,7 @@ def test_expand_equals_a_reference(
         for value, count in zip(values.tolist(), counts, strict=True)
         for _ in range(count)
     ]
-    # Poisoned, so that memory left alone cannot look right.
+    # Poisoned, so that memory without a write cannot look right.
     output = torch.full((sum(counts),), -99, dtype=dtype)
     before = values.clone()
     kernels._expand_kernel_impl(output, values, ends, *replace, MAX_NUM_TOKENS=32)
@@ -107,7 +107,7 @@ def test_placeholder_is_rejected_whatever_lies_before_the_row(
 
     assert sample([-1, 1]) == [6, -1, -1]
     assert sample([0, -1]) == [0, 6, -1]
-    # Token 0 is what a clamped placeholder would be, and row 0 likes it.
+    # Token 0 is what a clamped placeholder would be, and row 0 prefers it.
     assert sample([-1]) == [6, -1]
     assert sample([0, 1]) == [0, 1, 7]
 
@@ -149,7 +149,7 @@ def test_top_k_accepts_a_step_without_draft_rows(kernels: Any) -> None:
 
 
 def chi_square_p(a: list[int], b: list[int]) -> float:
-    """Two-sample chi-square, rare tokens put together; the p-value."""
+    """Return the p-value of a two-sample chi-square, with rare tokens combined."""
     from scipy.stats import chi2_contingency
 
     one, two = Counter(a), Counter(b)
@@ -164,7 +164,7 @@ def chi_square_p(a: list[int], b: list[int]) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(len(SAMPLING)))
-def test_speculation_does_not_change_what_is_sampled(
+def test_speculation_keeps_the_distribution_of_samples(
     samples: list[Any], number: int
 ) -> None:
     plain, speculative = samples[number]

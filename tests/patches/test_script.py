@@ -1,4 +1,4 @@
-"""`scripts/patches.sh` and `scripts/fetch_vllm.py` on a made-up vLLM, offline."""
+"""`scripts/patches.sh` and `scripts/fetch_vllm.py` on a synthetic vLLM, offline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkout(World):
                 archive.add(folder / "vllm", f"vllm-{version}/vllm")
 
     def change(self, name: str, lines: dict[int, str]) -> None:
-        """Writes a file of 0.33.0: 0.32.0's with some lines (1-based) replaced."""
+        """Write a file of 0.33.0: 0.32.0's with some lines (1-based) replaced."""
         text = [lines.get(at, line) for at, line in enumerate(LINES, 1)]
         (self.newer / "vllm" / name).write_text("".join(text))
         self.pack()
@@ -91,7 +91,7 @@ def world(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_import_and_export_change_nothing_but_what_was_edited(world: Checkout) -> None:
+def test_import_and_export_change_only_edited_files(world: Checkout) -> None:
     before = world.committed()
     assert world.run("import")[0] == 0
     assert world.git("rev-list", "--count", "wheel..HEAD") == "2"
@@ -124,7 +124,7 @@ def test_import_and_export_change_nothing_but_what_was_edited(world: Checkout) -
         ),
     ],
 )
-def test_rebase_names_where_each_patch_lies(
+def test_rebase_reports_each_patch(
     world: Checkout, lines: dict[int, str], verdicts: list[str]
 ) -> None:
     world.change("a.py", lines)
@@ -140,7 +140,7 @@ def test_rebase_names_where_each_patch_lies(
 
 
 @pytest.mark.nightly
-def test_rebase_names_the_files_of_a_conflict_and_goes_on(world: Checkout) -> None:
+def test_rebase_names_the_files_of_a_conflict_and_continues(world: Checkout) -> None:
     before = world.committed()
     world.change("a.py", {30: "rewritten upstream\n"})
     for _ in range(2):  # It may be run again.
@@ -150,7 +150,7 @@ def test_rebase_names_the_files_of_a_conflict_and_goes_on(world: Checkout) -> No
         assert output[-1] == "vLLM 0.32.0 to 0.33.0: 1 of 2 patches fit"
     assert world.git("rev-list", "--count", "vllm-0.33.0..patches-0.33.0") == "1"
     (world.newer / "vllm" / "b.py").unlink()
-    # Git would take a like file for the one that is gone.
+    # Git would take a similar file for the removed one.
     (world.newer / "vllm" / "c.py").write_text("")
     world.change("a.py", {})
     code, output = world.run("rebase", "0.33.0")
@@ -183,7 +183,7 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes, digest: str) -> No
     monkeypatch.setattr(fetch_vllm, "import_module", lambda _: module)
 
 
-def test_fetched_archive_must_have_the_hash_of_the_index(
+def test_a_fetched_archive_must_have_the_hash_of_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_pip(monkeypatch, b"sources", hashlib.sha256(b"others").hexdigest())

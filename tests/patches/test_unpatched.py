@@ -1,4 +1,4 @@
-"""An unpatched vLLM that is given a `tide` section says what to do, in one sentence."""
+"""An unpatched vLLM with a `tide` section gives the command to run, in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_tide.engine.unpatched import SENTENCE
 
 ROOT = Path(__file__).parents[2]
 
-# As `vllm serve` and as `LLM` do it; vLLM itself finds the plugin and loads it.
+# As in `vllm serve` and in `LLM`; vLLM itself finds the plugin and loads it.
 PROBE = """
 import contextlib, io, json, sys
 from types import SimpleNamespace as Args
@@ -99,7 +99,7 @@ def test_the_plugin_imports_nothing_heavy_and_does_nothing_without_arguments():
 
 
 @pytest.mark.vllm
-def test_a_patched_vllm_stays_as_it_is():
+def test_a_patched_vllm_is_not_changed():
     from vllm.engine import arg_utils
 
     from vllm_tide.engine.unpatched import announce

@@ -1,4 +1,4 @@
-"""The command that purges: whom it asks, what it waits for, what it says."""
+"""The purge command: its recipients, its waits, its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 
 @pytest.fixture(autouse=True)
 def state(tmp_path_factory, monkeypatch):
-    """Where the tenants' key lies."""
+    """Return the path of the tenants' key."""
     monkeypatch.setattr(command, "POLL_S", 0.01)
     path = tmp_path_factory.mktemp("state")
     monkeypatch.setenv("XDG_STATE_HOME", str(path))
@@ -77,7 +77,7 @@ def serve(engine, *tenants):
 
 
 def tenants_in(store):
-    """Tenants of the shards of a spool, by their manifests."""
+    """Return tenants of the shards of a spool, by their manifests."""
     folder = EngineFolder(store, "e1")
     names = [n for n in store.sizes(folder.path("records")) if n.endswith(".json")]
     return {t for n in names for t in folder.read_json(f"records/{n}")["tenants"]}
@@ -115,7 +115,7 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
 def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     tmp_path, store, capsys, state
 ):
-    """The key was lost, and an engine that started since has made another."""
+    """The key was lost, and an engine that started later has made another."""
     run_dir, where = tmp_path / "trainer", ["--spool", str(tmp_path / "spool")]
     before = tenant_key(run_dir)
     tenant = tenant_id("acme", before)
@@ -136,7 +136,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert "nothing was removed, as the tenants' key is" in captured.err
     assert key_id(before) in captured.err and key_id(now) in captured.err
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
-    # The same where only a trainer's buffers hold such data.
+    # The same if only a trainer's buffers have such data.
     run_dir.mkdir(mode=0o700, exist_ok=True)
     assert call(run_dir, "--tenant", "acme") == EXIT_NO
     trainer_says(run_dir, keys=[key_id(before)])
@@ -147,7 +147,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_NO
 
 
-def test_the_command_waits_for_the_relay_and_nothing_comes_after(
+def test_the_command_waits_for_the_relay_and_no_record_follows(
     engine, store, capsys, monkeypatch
 ):
     serve(engine, 7, 255)
@@ -192,7 +192,7 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
         inbox = PurgeInbox(tmp_path)
         while len(left) < 4:
             for request in inbox.pending():
-                left.append(tenants_in(store))  # what it may read before it answers
+                left.append(tenants_in(store))  # read before it answers, at most
                 inbox.done(request, {"records": 1})
             time.sleep(0.01)
 
@@ -207,7 +207,7 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
     assert "spool: removed 1 shards" in out and "spool: removed 2 shards" in out
 
 
-def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
+def test_a_silent_data_holder_is_named_and_the_request_stays(tmp_path, capsys):
     assert call(tmp_path, "--all", "--json") == EXIT_NO
     out, err = capsys.readouterr()
     answer = json.loads(out)
@@ -220,8 +220,8 @@ def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
     assert len(PurgeInbox(tmp_path).pending()) == 2
 
 
-def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, capsys):
-    """Another one answers; the silent one lives, its status is an hour old."""
+def test_a_hanging_trainer_is_waited_for(tmp_path, capsys):
+    """Another one answers; the silent one is live, its status is an hour old."""
     with subprocess.Popen(["/bin/sleep", "9"]) as hung:
         trainer_says(tmp_path, hung.pid, name="f")
         path = tmp_path / "trainer-f.json"
@@ -246,8 +246,8 @@ def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, caps
     assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
 
 
-def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
-    """Its trainer died, and the next one reads what is in there."""
+def test_a_ring_without_a_reader_is_not_purged(engine, capsys):
+    """Its trainer died, and the next one reads its records."""
     serve(engine, 255)
     trainer_says(engine.run_dir)
     seen = []
@@ -281,7 +281,7 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
         (("--tenant-id=-1",), "not a hexadecimal id of 64 bits"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(tmp_path, capsys, more, sentence):
+def test_an_invalid_request_is_refused(tmp_path, capsys, more, sentence):
     assert call(tmp_path, *more) == EXIT_ERROR
     assert sentence in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -55,7 +55,7 @@ def brute(survival, model, shown):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", [toys.MODEL, STAIRS])
-def test_nothing_beats_it(seed, model):
+def test_no_policy_is_better(seed, model):
     rng = np.random.default_rng(seed)
     n, top = 3, 3
     survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
@@ -69,7 +69,7 @@ def test_nothing_beats_it(seed, model):
     assert taken.tolist() == list(lengths)
 
 
-def test_policy_drafts_as_planned_and_pays_no_catchup():
+def test_the_policy_drafts_as_planned_and_has_no_catchup():
     trace = toys.trace((0.0, 5, 12))
     process = toys.process(trace, runs=3, top=3, survival=0.95)
     policy = ClairvoyantPolicy(toys.MODEL)
@@ -82,7 +82,7 @@ def test_policy_drafts_as_planned_and_pays_no_catchup():
     assert result.drafted == 0
 
 
-def test_dynamic_table_is_the_argmax_and_zero_pays_a_pass():
+def test_the_dynamic_table_is_the_argmax_and_zero_includes_a_pass():
     survival = np.array([0.7, 0.5, 0.3])
     lengths = tune(toys.MODEL, survival, 64, 100)
     assert lengths[1] == 3

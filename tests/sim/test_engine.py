@@ -104,7 +104,7 @@ def test_idle_time_is_not_busy_time():
     assert result.e2e.tolist() == pytest.approx([0.0202, 0.0202])
 
 
-def test_by_progress_all_arms_meet_the_same_load():
+def test_all_arms_have_the_same_load_with_by_progress():
     trace = toys.trace(*[(0.03 * i, 10, 40) for i in range(30)])
     plain = play(trace, None)
     due = progress_at_arrival(trace, plain)

@@ -1,4 +1,4 @@
-"""Control of asynchronous Model Runner V2, which has one depth for the batch."""
+"""Control of asynchronous Model Runner V2 with one depth per batch."""
 
 import pytest
 
@@ -15,7 +15,7 @@ TRACE = synthetic("fluctuating", 20.0, 4.0, seed=0).clipped(256)
 OPTIONS = Options(by_progress=True)
 
 
-def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
+def test_a_depth_is_an_offered_one_with_the_engines_delay():
     [cell] = suite_cells("quick", [TRACE.window(4.0)], regimes=["high"])
     drafted, verified, expected = [], [], []
 
@@ -35,7 +35,7 @@ def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
     assert len(set(expected)) > 1
     assert drafted[:LAG] == [7] * LAG
     assert drafted[LAG:] == expected[: len(drafted) - LAG]
-    # Nothing is cut but what is above a cap.
+    # Only lengths above a cap are cut.
     assert all(v <= d for v, d in zip(verified[1:], drafted, strict=False))
     assert result.verified > 0.9 * result.drafted
 

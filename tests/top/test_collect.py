@@ -1,4 +1,4 @@
-"""Readings of real servers, rings, segments and files; nothing that is read changes."""
+"""Readings of real servers, rings, segments and files change none of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rates and ratios, from samples and from the metrics that the product declares."""
+"""Rates and ratios, from samples and from declared metrics."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_a_gap_and_a_restart_begin_a_new_window():
     assert (figures["seconds"], figures["tokens_per_s"]) == (2, 100)
 
 
-def test_the_names_are_those_that_the_server_exports():
+def test_names_are_those_that_the_server_exports():
     """Every figure is read from the real collectors."""
     server = metrics.TideProm({0: ["demo", "0"]})
     try:
@@ -91,7 +91,7 @@ SPEED = {"plain_step_seconds": 5.0, "step_seconds": 4.0}
 
 
 def verdict(before=None, after=None, *trainers, pages=True):
-    """Verdict after ten seconds beside trainers with these changed fields."""
+    """Return the verdict after ten seconds with trainers of these changed fields."""
     snapshots = [trainer_figures("e1", status(**fields), 1.0) for fields in trainers]
     samples = [replace(s, trainers=snapshots) for s in history(before, after)]
     if not pages:
@@ -108,16 +108,16 @@ def verdict(before=None, after=None, *trainers, pages=True):
         ({"canary": DECIDED["canary"] | {"error": 0.09}}, None),
         ({"canary": status()["canary"]}, None),  # undecided
         ({"canary": {}}, None),
-        ({"canary": DECIDED["canary"] | {"change": "much"}}, None),  # an odd file
+        ({"canary": DECIDED["canary"] | {"change": "much"}}, None),  # an invalid file
         ({"model_name": "other"}, None),
         ({"state": "stopped"}, None),
     ],
 )
-def test_the_canary_of_the_model_s_trainer_decides(changed, helps):
+def test_the_canary_of_the_models_trainer_decides(changed, helps):
     assert verdict({}, SPEED, DECIDED | changed)[0] is helps
 
 
-def test_the_sentence_has_the_measurements():
+def test_the_verdict_has_the_measurements():
     assert verdict({}, SPEED, DECIDED) == (
         True,
         "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 2.00 "
@@ -131,7 +131,7 @@ def test_the_sentence_has_the_measurements():
     assert "undecided, 1.91x -> 2.07x of plain decoding with the last" in sentence
 
 
-def test_nothing_drafted_is_told_apart_from_drafting_left_off():
+def test_drafting_without_tokens_differs_from_drafting_that_is_off():
     none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
     off = {"steps_without_drafts": {"no_gain": 90, "slo": 10}}
     some = none | off | {"control_steps": 500}

@@ -1,4 +1,4 @@
-"""On a real terminal (a pty): the screen, the keys, and the way out."""
+"""A real terminal (a pty): screen, keys, exit."""
 
 import fcntl
 import os
