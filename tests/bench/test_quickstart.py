@@ -11,7 +11,7 @@ import pytest
 
 from bench.suites import quickstart as quickstart
 from demo.fetch_model import INDEX
-from tests.bench.turn_toys import (
+from tests.bench.fake_processes import (
     as_a_terminal_starts,
     demo,
     fake_quickstart_venv,

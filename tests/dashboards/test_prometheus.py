@@ -55,7 +55,7 @@ def panel_queries() -> Iterator[tuple[str, str, bool]]:
 
 
 def check_all(server: Prometheus, minutes: float) -> None:
-    """Assert that all queries but those of faults have data, and that no alert fires."""
+    """Assert that all queries but a fault's have data, and that no alert fires."""
     assert not server.down()
     # Windows as Grafana chooses them.
     window = max(1, round(minutes))

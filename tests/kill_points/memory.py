@@ -124,7 +124,7 @@ class Consumer(Protocol):
         return [*map(int, text.split())]
 
     def tidy(self) -> None:
-        """Every record is read but those that a stopped reader took and did not return."""
+        """Every record is read but those that a stopped reader took."""
         taken = set(self._taken())
         with closing(RingReader.attach(self._ring.name)) as reader:
             left = set(seeds_of(reader))

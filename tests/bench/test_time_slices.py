@@ -15,7 +15,7 @@ from bench.harness.server import ServerOptions, environment
 from bench.harness.time_slices import Engine, TimeSlice
 from bench.suites import control
 from bench.suites.control import AGAIN, OFF
-from tests.bench.turn_toys import until
+from tests.bench.fake_processes import until
 
 SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0, "static1": 120.0, "static3": 90.0}
 MOOD = 0.5  # a host with a speed that halves and doubles

@@ -14,7 +14,7 @@ from bench.harness.arm import ArmOptions
 from bench.harness.interleave import InterleavedArm
 from bench.harness.server import ServerOptions, VllmServer
 from bench.harness.stream import StreamRequest
-from tests.bench.turn_toys import demo, fake_quickstart_venv
+from tests.bench.fake_processes import demo, fake_quickstart_venv
 
 WAIT_S = 1000.0
 
