@@ -54,7 +54,7 @@ def test_accepted_drafts_are_rolled_back_in_order_at_any_versions(
     sidecar, first = published_once(engine)
     store = sidecar.deployment._store
     older = {name: 0.5 * t for name, t in sidecar.trainer.live_tensors().items()}
-    store.put(older, 1)  # of another server: its versions begin anew
+    store.put(older, 1)  # of another server: its versions begin at 1
     serve(engine, 160, 1, 4)
     assert sidecar._tick()  # version 1 is accepted and stored
     assert len(list(store.drafts())) == 2

@@ -82,7 +82,7 @@ def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
 ):
     """Also where the switch is stored nowhere else, as by an older version.
 
-    The engine itself makes the directory anew.
+    The engine itself makes the directory again.
     """
     run_dir = tmp_path / "run"
     announce(run_dir, state)

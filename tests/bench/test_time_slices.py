@@ -188,7 +188,7 @@ def test_real_engines_alternate_and_give_equal_outputs(tmp_path):
         assert [outputs["none"][i] for i in both] == [
             outputs["static1"][i] for i in both
         ]
-        # Open requests are dropped, and numbers begin anew.
+        # Open requests are dropped, and numbers begin at 0.
         one.begin(prompts[::-1], 1, 3, "second")
         again = finishing(one, 1)[-1].finished
         assert again[0][0] == 0 and again[0] != (0, outputs["static1"][0])

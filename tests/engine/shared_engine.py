@@ -31,7 +31,7 @@ def topk(policy: str) -> dict[str, Any]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    # Greedy requests are drafted for greedily all the same.
+    # Greedy requests still get greedy drafts.
     "v1": {"runner": "v1", "tide": STATIC, "drawn": "probabilistic"},
     "v1-control": {
         "runner": "v1",

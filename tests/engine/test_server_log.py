@@ -36,7 +36,7 @@ def test_disabled_drafting_is_logged_once_with_its_reason(caplog):
     log.report(drafting(350, no_gain=150, check=1), 21.0)  # too soon
     log.report(drafting(450, no_gain=155, check=1), 30.0)
     log.report(drafting(460, no_gain=165, check=1), 50.0)  # too few steps
-    log.report(drafting(5, slo=5), 60.0)  # control began anew
+    log.report(drafting(5, slo=5), 60.0)  # control restarted
     log.report(drafting(105, slo=100), 70.0)
     messages = logged(caplog)
     assert len(messages) == 3

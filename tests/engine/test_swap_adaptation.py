@@ -181,7 +181,7 @@ def test_fast_drafts_keep_the_estimates_and_other_drafts_do_not(swaps):
     for by in (0.5, 0.6):
         before = tide._draft_since
         tide._install_ordered({"install": swaps.stage_fast(by, swaps.base, 0)})
-        assert tide._draft_since > before  # it is another draft all the same
+        assert tide._draft_since > before  # though it is another draft
     assert swaps.state()[:2] == (2, 0)
     assert evidence() == learnt and np.array_equal(
         policy.acceptance.requests.value, level

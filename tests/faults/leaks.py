@@ -55,7 +55,7 @@ class LeakWatch:
         """Check a process.
 
         Returns:
-            What has grown too much; empty if nothing.
+            The figures that have grown too much; empty if none.
         """
         now = usage_of(process)
         if now is None:

@@ -98,7 +98,7 @@ class Load:
         """Send one request and check the answer.
 
         Returns:
-            What was wrong with it; empty if it was complete and right.
+            Its error; empty if it was complete and right.
         """
         url = self.url
         if url is None:
@@ -133,7 +133,7 @@ class Load:
         """Wait for the requests in flight, then for a later right answer.
 
         Returns:
-            What did not happen; empty if all did.
+            The missing event; empty if none.
         """
         began, right, number = time.monotonic(), self.right, self._number
         while time.monotonic() - began < HANG_S + 5:

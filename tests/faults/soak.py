@@ -1,9 +1,9 @@
 """Steady load with a swap every few seconds: `python -m tests.faults.soak`.
 
 The same scene as the faults' without the faults: server, trainer, known outputs. Each
-minute it looks at memory, file descriptors, shared memory and latency; whether they are
+minute it reads memory, file descriptors, shared memory and latency; whether they are
 flat is decided in `flat.py`. With `--everything` each minute has events of
-`operating.py`, and latency is written down but not judged.
+`operating.py`, and latency is reported but not checked.
 """
 
 from __future__ import annotations

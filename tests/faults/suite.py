@@ -78,7 +78,7 @@ class Suite:
     Attributes:
         load: Its counts.
         leaks: Of every process.
-        problems: What went wrong outside a fault.
+        problems: Errors outside a fault.
     """
 
     def __init__(self, places: Places, known: Sequence[Known], seed: int) -> None:

@@ -25,9 +25,9 @@ class Parser:
 
     Args:
         name: For the tables.
-        inputs: What it is given.
-        read: Gives it one input, and checks what comes back.
-        documented: What it may raise.
+        inputs: Strategy of its inputs.
+        read: Parses one input and checks the result.
+        documented: Exceptions that it may raise.
         bound_bytes: The most memory it may allocate for one input.
     """
 
@@ -43,7 +43,7 @@ def attempt(parser: Parser, value: Any) -> None:
 
     Raises:
         AssertionError: It took more time or memory than it may.
-        Exception: Whatever it raises and does not document.
+        Exception: An undocumented exception of the parser.
     """
     tracemalloc.start()
     began = time.process_time()

@@ -73,7 +73,7 @@ SHARD = built()
 
 @st.composite
 def shard_bodies(draw: st.DrawFn) -> bytes:
-    """Return a shard of odd offsets, an odd header or odd records."""
+    """Return a shard with unusual offsets, an unusual header or unusual records."""
     records = [draw(damaged(BODIES)) for _ in range(draw(st.integers(0, 4)))]
     sums = np.cumsum([0, *map(len, records)]).tolist()
     for _ in range(draw(st.integers(0, 2))):

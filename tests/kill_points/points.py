@@ -27,7 +27,7 @@ class Protocol:
     `notes` is a file that no operation is counted of.
 
     Args:
-        fault: What happens to an operation of the first `act`.
+        fault: Fault of an operation of the first `act`.
 
     Attributes:
         errors: What `act` may raise: the caller makes one sentence of it.

@@ -147,7 +147,7 @@ def test_drafts_are_graded_too_but_not_across_a_pause_or_another_request():
         step(memory, LOOP, 26, LOOP[26:28])
     after = worth(memory, DRAFT)
     assert after[1] < min(after[0], before[1])
-    step(memory, LOOP, 40, LOOP[40:41])  # not what followed
+    step(memory, LOOP, 40, LOOP[40:41])  # not the next tokens
     assert np.array_equal(worth(memory, DRAFT), after)
     memory.begin(0)
     fresh = worth(memory, DRAFT)

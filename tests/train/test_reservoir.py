@@ -85,7 +85,7 @@ def test_a_plain_pass_has_every_window_once_and_new_ones_first():
     assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:15])
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[15:16]
     assert buffer.shuffled()[0].key == TRAIN_KEYS[15]
-    buffer.fresh = buffer.train[2:4]  # put back
+    buffer.fresh = buffer.train[2:4]  # restored
     assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
 
 

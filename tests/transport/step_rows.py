@@ -97,7 +97,7 @@ def expected(
         if stored is None:
             made.append(record)
             continue
-        # What each row carries, row by row; None where it has no teacher.
+        # Teacher of each row; None where it has none.
         rows = [stored.features[low + j] for j in range(count)]
         taught: list[tuple[np.ndarray, ...] | None] = [None] * count
         if stored.hidden is not None:
