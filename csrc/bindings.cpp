@@ -1,5 +1,5 @@
-// vllm_tide._shm: shm.h for Python, in the limited API (one build for 3.11 and later).
-// Every offset is checked against its buffer here; the types are in _shm.pyi.
+// vllm_tide._shm: Python bindings of shm.h, in the limited API (one build for 3.11 and
+// later). Every offset is checked against its buffer; the types are in _shm.pyi.
 #include "bindings.h"
 
 #include <cerrno>
@@ -15,10 +15,10 @@ namespace {
 using tide::Buffer;
 using tide::method;
 
-// Below this, giving up the interpreter lock costs more than the work.
+// Below this size, releasing the GIL costs more than the operation.
 constexpr size_t kReleaseLockBytes = 64 * 1024;
 
-// Parts of a gathered copy start at multiples of this.
+// Alignment of the parts of a gathered copy (bytes).
 constexpr size_t kPartAlign = 8;
 
 bool expect_arguments(const char* name, Py_ssize_t given, Py_ssize_t low, Py_ssize_t high) {
@@ -44,12 +44,12 @@ bool to_crc(PyObject* object, uint32_t* value) {
   return true;
 }
 
-// The address of the word at `offset`, or null with ValueError.
+// Return the address of the word at `offset`, or null with a ValueError.
 uint8_t* word_at(const Buffer& buffer, PyObject* offset) {
   const Py_ssize_t at = PyLong_AsSsize_t(offset);
   if (at == -1 && PyErr_Occurred()) return nullptr;
   if (at < 0 || buffer.size() < 8 || static_cast<size_t>(at) > buffer.size() - 8) {
-    PyErr_Format(PyExc_ValueError, "word at %zd lies outside a buffer of %zu bytes", at,
+    PyErr_Format(PyExc_ValueError, "word at %zd is outside a buffer of %zu bytes", at,
                  buffer.size());
     return nullptr;
   }
@@ -97,7 +97,7 @@ PyObject* py_fd_size(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expect_arguments("fd_size", count, 1, 1)) return nullptr;
   const long fd = PyLong_AsLong(args[0]);
   if (fd == -1 && PyErr_Occurred()) return nullptr;
-  if (fd < 0 || fd > INT_MAX) {  // cut to an int, it could name another descriptor
+  if (fd < 0 || fd > INT_MAX) {  // truncated to int, it could be another descriptor
     errno = EBADF;
     return PyErr_SetFromErrno(PyExc_OSError);
   }
@@ -180,7 +180,7 @@ PyObject* py_crc32c_is_hardware(PyObject*, PyObject*) {
   return PyBool_FromLong(tide::crc32c_is_hardware());
 }
 
-// One part: its bytes, then zeros up to the next multiple of kPartAlign.
+// Copy a part, followed by zeros up to the next multiple of kPartAlign.
 uint32_t copy_part(uint32_t crc, uint8_t* target, const Buffer& part, size_t padded) {
   static const uint8_t zeros[kPartAlign] = {};
   crc = tide::copy_crc32c(crc, target, part.data(), part.size());
@@ -194,12 +194,12 @@ PyObject* py_gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Py_ssize_t offset = PyLong_AsSsize_t(args[1]);
   if (offset == -1 && PyErr_Occurred()) return nullptr;
   if (offset < 0 || static_cast<size_t>(offset) > target.size()) {
-    PyErr_Format(PyExc_ValueError, "offset %zd lies outside a buffer of %zu bytes", offset,
+    PyErr_Format(PyExc_ValueError, "offset %zd is outside a buffer of %zu bytes", offset,
                  target.size());
     return nullptr;
   }
   if (!PyTuple_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "the parts of a gather are a tuple of buffers");
+    PyErr_SetString(PyExc_TypeError, "the parts of a gather must be a tuple of buffers");
     return nullptr;
   }
   size_t at = static_cast<size_t>(offset);
@@ -210,7 +210,7 @@ PyObject* py_gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!part.acquire(PyTuple_GetItem(args[2], i), PyBUF_SIMPLE)) return nullptr;
     const size_t padded = (part.size() + kPartAlign - 1) / kPartAlign * kPartAlign;
     if (padded > target.size() - at) {
-      PyErr_Format(PyExc_ValueError, "part %zd does not fit: %zu bytes, room for %zu", i,
+      PyErr_Format(PyExc_ValueError, "part %zd does not fit: %zu bytes, %zu available", i,
                    padded, target.size() - at);
       return nullptr;
     }
@@ -226,14 +226,14 @@ PyObject* py_gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyLong_FromUnsignedLong(crc);
 }
 
-// Part `span` of `source`, or false with ValueError.
+// Set `part` to a span of `source`; return false with a ValueError if it is invalid.
 bool part_of(const Buffer& source, const uint8_t* span, tide::Part* part) {
   uint64_t at;
   uint64_t size;
   std::memcpy(&at, span, 8);
   std::memcpy(&size, span + 8, 8);
   if (at > source.size() || size > source.size() - at) {
-    PyErr_Format(PyExc_ValueError, "a span lies outside a buffer of %zu bytes",
+    PyErr_Format(PyExc_ValueError, "a span is outside a buffer of %zu bytes",
                  source.size());
     return false;
   }
@@ -241,7 +241,7 @@ bool part_of(const Buffer& source, const uint8_t* span, tide::Part* part) {
   return true;
 }
 
-// The ring and where its producer is, or false with ValueError.
+// Set `ring` from its buffers; return false with a ValueError if they are invalid.
 bool ring_of(const Buffer& memory, const Buffer& end, tide::Ring* ring) {
   const bool whole = memory.size() > tide::kDataAt &&
                      (memory.size() - tide::kDataAt) % tide::kLineBytes == 0 &&
@@ -249,14 +249,14 @@ bool ring_of(const Buffer& memory, const Buffer& end, tide::Ring* ring) {
   const bool words = end.size() == sizeof(tide::RingEnd) &&
                      reinterpret_cast<uintptr_t>(end.data()) % 8 == 0;
   if (!whole || !words) {
-    PyErr_SetString(PyExc_ValueError, "a ring of whole lines and two words are wanted");
+    PyErr_SetString(PyExc_ValueError, "expected a ring of whole cache lines and two words");
     return false;
   }
   const uint64_t head = tide::load_acquire(end.data());
   const uint64_t tail = tide::load_acquire(end.data() + 8);
   if (head % tide::kLineBytes != 0 || head < tail ||
       head - tail > memory.size() - tide::kDataAt) {
-    PyErr_SetString(PyExc_ValueError, "the producer is nowhere in its ring");
+    PyErr_SetString(PyExc_ValueError, "the producer's position is outside its ring");
     return false;
   }
   ring->memory = memory.data();
@@ -276,7 +276,7 @@ PyObject* py_write_frames(PyObject*, PyObject* const* args, Py_ssize_t count) {
   tide::Ring ring{nullptr, 0, fd < 0 || fd > INT_MAX ? -1 : static_cast<int>(fd)};
   if (!ring_of(memory, end, &ring)) return nullptr;
   if (!PyTuple_Check(args[7])) {
-    PyErr_SetString(PyExc_TypeError, "the sources of records are a tuple of buffers");
+    PyErr_SetString(PyExc_TypeError, "the sources of records must be a tuple of buffers");
     return nullptr;
   }
   const size_t num_records = status.size();
@@ -333,7 +333,7 @@ PyObject* py_lay_out(PyObject*, PyObject* args) {
   Buffer requests;
   if (!requests.acquire(given, PyBUF_SIMPLE)) return nullptr;
   if (requests.size() % sizeof(tide::Request) != 0 || taught < 0 || taught > 2) {
-    PyErr_SetString(PyExc_ValueError, "whole requests and a kind of teacher are wanted");
+    PyErr_SetString(PyExc_ValueError, "expected complete requests and a valid kind of teacher");
     return nullptr;
   }
   meta.draft_version = version;
@@ -352,24 +352,25 @@ PyObject* py_lay_out(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"shm_create", py_shm_create, METH_VARARGS, "Create a segment exclusively; its fd."},
+    {"shm_create", py_shm_create, METH_VARARGS, "Create a segment exclusively; return its fd."},
     {"shm_open", py_shm_open, METH_VARARGS, "Open a segment for reading and writing."},
-    {"shm_unlink", py_shm_unlink, METH_VARARGS, "Remove a segment's name."},
-    {"fd_size", method(py_fd_size), METH_FASTCALL, "Bytes behind a descriptor now."},
+    {"shm_unlink", py_shm_unlink, METH_VARARGS, "Unlink a segment."},
+    {"fd_size", method(py_fd_size), METH_FASTCALL, "Return the size of a file (bytes)."},
     {"load", method(py_load), METH_FASTCALL, "Load a u64 word, acquire."},
     {"store", method(py_store), METH_FASTCALL, "Store a u64 word, release."},
-    {"fetch_add", method(py_fetch_add), METH_FASTCALL, "Add to a u64 word; the old value."},
+    {"fetch_add", method(py_fetch_add), METH_FASTCALL, "Fetch a u64 word and add to it."},
     {"compare_exchange", method(py_compare_exchange), METH_FASTCALL,
-     "Replace a u64 word if it is as expected."},
-    {"crc32c", method(py_crc32c), METH_FASTCALL, "CRC-32C of a buffer."},
-    {"crc32c_table", method(py_crc32c_table), METH_FASTCALL, "The portable CRC-32C."},
+     "Replace a u64 word if it has the expected value."},
+    {"crc32c", method(py_crc32c), METH_FASTCALL, "Return the CRC-32C of a buffer."},
+    {"crc32c_table", method(py_crc32c_table), METH_FASTCALL,
+     "Return the CRC-32C of a buffer, computed by the portable code."},
     {"crc32c_is_hardware", py_crc32c_is_hardware, METH_NOARGS,
-     "Whether crc32c runs on the processor's instruction."},
+     "Return whether crc32c uses the CPU instruction."},
     {"gather", method(py_gather), METH_FASTCALL,
-     "Copy buffers one after another, 8-byte aligned; CRC-32C of what was written."},
+     "Copy buffers consecutively, 8-byte aligned; return the CRC-32C of the copy."},
     {"write_frames", method(py_write_frames), METH_FASTCALL,
-     "Write records into a ring; what became of each goes to `status`."},
-    {"lay_out", py_lay_out, METH_VARARGS, "Records of a step's requests, and their spans."},
+     "Write records into a ring; store the outcome of each in `status`."},
+    {"lay_out", py_lay_out, METH_VARARGS, "Return the records of a step and their spans."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,7 +1,7 @@
-// What the two parts of vllm_tide._shm share: Python's limited API and its buffers.
+// Common to both parts of vllm_tide._shm: Python's limited API and its buffers.
 #pragma once
 #define PY_SSIZE_T_CLEAN
-#ifndef Py_LIMITED_API  // setup.py says it too, so that setuptools names the file
+#ifndef Py_LIMITED_API  // also in setup.py, so that setuptools names the file
 #define Py_LIMITED_API 0x030B0000
 #endif
 #include <Python.h>
@@ -11,7 +11,7 @@
 
 namespace tide {
 
-// Functions of control and of the memory; ends with a null.
+// Functions of control and of the memory; null-terminated.
 extern PyMethodDef control_methods[];
 
 class Buffer {
@@ -28,7 +28,7 @@ class Buffer {
   }
   uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
   size_t size() const { return static_cast<size_t>(view_.len); }
-  // One character of Python's struct where PyBUF_FORMAT was asked for; null for bytes.
+  // A format character of Python's struct if PyBUF_FORMAT was requested; null for bytes.
   const char* format() const { return view_.format; }
 
  private:

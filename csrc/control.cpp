@@ -32,7 +32,7 @@ Chosen best_set(const float* order, size_t num_order, const float* survival, siz
     for (size_t j = 0; j < steps && survival[j * n + i] >= least; ++j) ++lengths[i];
     taken += static_cast<size_t>(lengths[i]);
   }
-  // Ties: the last of them are given up, request by request.
+  // Ties: remove the last ones, request by request.
   for (size_t i = n; i > 0 && taken > best.total; --i) {
     int64_t& length = lengths[i - 1];
     while (taken > best.total && length && survival[(length - 1) * n + i - 1] == least) {
@@ -56,14 +56,14 @@ void survival(const Drafts& drafts, const double* knots, const double* curves, s
         survival[at] = -1.0f;
         continue;
       }
-      const double said = drafts.confidence[at];
-      const size_t above = std::upper_bound(knots, knots + cells, said) - knots;
-      if (std::isnan(said)) {
-        logits[at] = said;
+      const double confidence = drafts.confidence[at];
+      const size_t above = std::upper_bound(knots, knots + cells, confidence) - knots;
+      if (std::isnan(confidence)) {
+        logits[at] = confidence;
         alive = 0.0;
       } else {
         const size_t high = std::clamp<size_t>(above, 1, cells - 1), low = high - 1;
-        const double share = (said - knots[low]) / (knots[high] - knots[low]);
+        const double share = (confidence - knots[low]) / (knots[high] - knots[low]);
         logits[at] = request + curve[low] +
                      std::clamp(share, 0.0, 1.0) * (curve[high] - curve[low]);
         alive /= 1.0 + std::exp(-logits[at]);

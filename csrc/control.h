@@ -1,6 +1,6 @@
-// The inner loops of control: what a model evicted from the caches costs several times as
-// much, so one call stands for many. No Python here; control_bindings.cpp wraps it and checks
-// that arrays are as long as they say.
+// The inner loops of control. One call replaces many, as code and data that a model pass
+// evicted from the caches cost several times as much. No Python here; control_bindings.cpp
+// wraps it and checks the sizes of arrays.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ struct Chosen {
   double tokens, seconds;
 };
 
-// The verified set of most value; see verifier.py. `order`: all survivals, ascending;
-// `seconds` by verified tokens; `lengths`: [n], out.
+// Find the verified set of the highest value; see verifier.py. `order`: all survivals,
+// ascending; `seconds`: by verified tokens; `lengths`: [n], output.
 Chosen best_set(const float* order, size_t num_order, const float* survival, size_t steps,
                 size_t n, double plain_tokens, const double* seconds, double limit,
                 double bar, int64_t* lengths);
@@ -23,11 +23,11 @@ Chosen best_set(const float* order, size_t num_order, const float* survival, siz
 struct Drafts {
   const float* confidence;
   size_t steps, n;
-  const int64_t *slots, *room;  // [n]; from `room` tokens on there is none
+  const int64_t *slots, *room;  // [n]; `room`: maximum draft tokens
   const bool* sampled;          // [n]
 };
 
-// Log-odds of acceptance, nan where there is no token, and survival, -1 there; see
+// Compute log-odds of acceptance and survival (nan and -1 where there is no token); see
 // vllm_tide/control/acceptance.py. `curves`: [2, cells], greedy and sampled, at the
 // confidences `knots`; `requests`: by slot.
 void survival(const Drafts& drafts, const double* knots, const double* curves, size_t cells,

@@ -1,5 +1,5 @@
-// Control's decisions (control.h) and the memory's looks (ngram.h) for Python: arrays of
-// NumPy, each checked for its type, its size and the places that it names.
+// Python bindings of control's decisions (control.h) and the memory's lookups (ngram.h).
+// Type, size and indices of each NumPy array are checked.
 #include "bindings.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 using tide::Buffer;
 
-// Characters of Python's struct that mean a Value.
+// Format characters of Python's struct for a Value.
 template <typename Value>
 constexpr const char* kFormats = "";
 template <>
@@ -29,7 +29,7 @@ constexpr const char* kFormats<int64_t> = "lq";
 template <>
 constexpr const char* kFormats<uint64_t> = "LQ";
 
-// A buffer of `count` values, or false with an error.
+// Set `values` to a buffer of `count` values; return false with an error otherwise.
 template <typename Value>
 bool values_of(const Buffer& buffer, size_t count, const char* what, const Value** values) {
   const char* format = buffer.format() == nullptr ? "B" : buffer.format();
@@ -47,7 +47,7 @@ bool values_of(const Buffer& buffer, size_t count, const char* what, const Value
   return true;
 }
 
-// The arrays of one call; the first that does not fit is the error, and the rest null.
+// The arrays of one call. The first invalid one raises an error; later ones are null.
 class Arrays {
  public:
   template <typename Value>
@@ -58,12 +58,12 @@ class Arrays {
   Value* out(PyObject* object, size_t count, const char* what) {
     return const_cast<Value*>(take<Value>(object, PyBUF_FORMAT | PyBUF_WRITABLE, count, what));
   }
-  // As many as there are.
+  // An array of any size.
   template <typename Value>
   const Value* all(PyObject* object, size_t* count) {
-    const Value* found = take<Value>(object, PyBUF_FORMAT, kAny, "an array");
-    *count = found == nullptr ? 0 : held_[used_ - 1].size() / sizeof(Value);
-    return found;
+    const Value* values = take<Value>(object, PyBUF_FORMAT, kAny, "an array");
+    *count = values == nullptr ? 0 : buffers_[used_ - 1].size() / sizeof(Value);
+    return values;
   }
   bool fit() const { return fit_; }
   bool fail(const char* why) {
@@ -77,16 +77,16 @@ class Arrays {
   template <typename Value>
   const Value* take(PyObject* object, int flags, size_t count, const char* what) {
     static const Value none[1] = {};
-    const Value* found = nullptr;
+    const Value* values = nullptr;
     if (!fit_) return nullptr;
-    Buffer& buffer = held_[used_++];
+    Buffer& buffer = buffers_[used_++];
     fit_ = buffer.acquire(object, flags);
     if (fit_ && count == kAny) count = buffer.size() / sizeof(Value);
-    fit_ = fit_ && values_of(buffer, count, what, &found);
-    return fit_ && found == nullptr ? none : found;
+    fit_ = fit_ && values_of(buffer, count, what, &values);
+    return fit_ && values == nullptr ? none : values;
   }
 
-  Buffer held_[16];
+  Buffer buffers_[16];
   size_t used_ = 0;
   bool fit_ = true;
 };
@@ -105,7 +105,7 @@ PyObject* py_best_set(PyObject*, PyObject* args) {
   arrays.all<int64_t>(lengths, &bytes);
   int64_t* out = arrays.out<int64_t>(lengths, bytes, "lengths");
   if (arrays.fit() && (size <= count || (bytes ? count % bytes : count)))
-    arrays.fail("fewer seconds than sets, or lengths of other requests");
+    arrays.fail("fewer seconds than sets, or lengths for another number of requests");
   if (!arrays.fit()) return nullptr;
   const tide::Chosen best =
       tide::best_set(sorted, count, given, bytes ? count / bytes : 0, bytes, plain_tokens,
@@ -132,10 +132,10 @@ PyObject* py_survival(PyObject*, PyObject* args) {
   double* odds = arrays.out<double>(logits, all, "logits");
   float* found = arrays.out<float>(out, all, "survival");
   if (arrays.fit() && (cells < 2 || (drafts.n ? all % drafts.n : all)))
-    arrays.fail("no curve, or confidences of other requests");
+    arrays.fail("no curve, or confidences for another number of requests");
   for (size_t i = 0; arrays.fit() && i < drafts.n; ++i)
     if (drafts.slots[i] < 0 || drafts.slots[i] >= static_cast<int64_t>(capacity))
-      arrays.fail("a slot that no request has");
+      arrays.fail("a slot is not used by any request");
   if (!arrays.fit()) return nullptr;
   drafts.steps = drafts.n ? all / drafts.n : 0;
   tide::survival(drafts, at, values, cells, own, odds, found);
@@ -163,7 +163,7 @@ PyObject* py_ngram_propose(PyObject*, PyObject* args) {
   const size_t most = n ? sized / n : 0;
   if (arrays.fit() && (bits < 1 || bits > 30 || most_match < tide::kLongest ||
                        width < static_cast<size_t>(most_match) || width > INT_MAX))
-    arrays.fail("there is no room for a text in the index");
+    arrays.fail("the index is too small for a text");
   const size_t cells = arrays.fit() ? tide::kNumOrders * capacity << bits : 0;
   index.last = arrays.out<int32_t>(last, cells, "last");
   index.tokens = arrays.out<int32_t>(tokens, capacity * width, "tokens");
@@ -183,7 +183,7 @@ PyObject* py_ngram_propose(PyObject*, PyObject* args) {
   step.n = n;
   step.w = w;
   if (!tide::fits(index, step)) {
-    PyErr_SetString(PyExc_ValueError, "a slot or a text lies outside of the index");
+    PyErr_SetString(PyExc_ValueError, "a slot or a text is outside the index");
     return nullptr;
   }
   tide::propose(index, step, chunk, most, to, runs);
@@ -193,9 +193,9 @@ PyObject* py_ngram_propose(PyObject*, PyObject* args) {
 }  // namespace
 
 PyMethodDef tide::control_methods[] = {
-    {"best_set", py_best_set, METH_VARARGS, "The verified set of most value."},
-    {"survival", py_survival, METH_VARARGS, "Chances of drafted tokens."},
+    {"best_set", py_best_set, METH_VARARGS, "Find the verified set of the highest value."},
+    {"survival", py_survival, METH_VARARGS, "Compute survival of draft tokens."},
     {"ngram_propose", py_ngram_propose, METH_VARARGS,
-     "Index what is new of texts, and look their ends up."},
+     "Index new tokens of texts, and look up the continuations of their ends."},
     {nullptr, nullptr, 0, nullptr},
 };

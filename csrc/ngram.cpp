@@ -5,7 +5,7 @@
 namespace tide {
 namespace {
 
-// Cells of the grams that end before `end`, one of each order.
+// Compute the cells of the n-grams that end before `end`, one per order.
 void cells_of(const NgramIndex& index, size_t slot, const int32_t* end, size_t* cells) {
   uint64_t sum = 0;
   int64_t back = 0;
@@ -41,7 +41,7 @@ void propose(const NgramIndex& index, const NewTokens& added, int64_t chunk, siz
     index.length[slot] = length;
 
     size_t cells[kNumOrders];
-    // All but the last gram, which is looked up.
+    // Index all n-grams except the last one, which is looked up.
     for (; chunk > 0 && index.indexed[slot] < length - 1; --chunk) {
       const int64_t end = ++index.indexed[slot];
       cells_of(index, slot, text + end, cells);
@@ -54,7 +54,7 @@ void propose(const NgramIndex& index, const NewTokens& added, int64_t chunk, siz
     cells_of(index, slot, text + length, cells);
     for (int64_t order = 0; order < kNumOrders && match[i] == 0; ++order) {
       const int64_t there = index.last[cells[order]];
-      // An entry may be of a text that was longer: the slot's former request's.
+      // An entry may belong to a longer text, of the previous request of the slot.
       if (there <= 0 || there >= length) continue;
       int64_t run = 0;
       while (run < std::min(index.most_match, there) &&

@@ -1,4 +1,4 @@
-// The writing end of the ring (transport/ring.py says what lies where).
+// The producer of the ring; transport/ring.py describes the layout.
 #include <cstring>
 
 #include "shm.h"
@@ -13,7 +13,7 @@ constexpr uint16_t kPad = 2;
 constexpr size_t kHeadAt = 4096;
 constexpr size_t kTailAt = 4096 + 6 * kLineBytes;
 
-// Parts of a body start at multiples of this.
+// Alignment of the parts of a body (bytes).
 constexpr size_t kPartAlign = 8;
 
 size_t up(size_t size, size_t step) { return (size + step - 1) / step * step; }
@@ -30,7 +30,7 @@ class Writer {
         end_(end) {}
 
   FrameStatus write(const uint8_t* meta, const Part* parts, size_t num_parts) {
-    // Before each one: behind memory that was cut off there is nothing to write to.
+    // Check before each record: a write to truncated memory raises SIGBUS.
     if (descriptor_size(descriptor_) < static_cast<int64_t>(size_)) return kTruncated;
     size_t body = kMetaBytes;
     for (size_t i = 0; i < num_parts; ++i) body += up(parts[i].size, kPartAlign);
@@ -53,7 +53,7 @@ class Writer {
   }
 
  private:
-  // See that a frame fits at the end.
+  // Check that a frame fits; write a pad frame if it does not fit before the end.
   FrameStatus make_room(size_t length) {
     if (length > capacity_) return kTooLarge;
     const uint64_t tail = load_acquire(memory_ + kTailAt);
@@ -66,14 +66,14 @@ class Writer {
     const size_t room = capacity_ - head_ % capacity_;
     if (length > room) {
       if (room > capacity_ - (head_ - tail_)) return kFull;
-      // Published on its own, so that a record larger than what is free now has the
-      // whole ring once the consumer has passed the pad.
+      // Publish the pad separately: a record larger than the free space can then use
+      // the whole ring once the consumer has read the pad.
       put(kPad, room, 0, 0);
     }
     return length > capacity_ - (head_ - tail_) ? kFull : kWritten;
   }
 
-  // The 64 bytes before a body, and with them the frame: its reader may have it.
+  // Write the 64 bytes before a body and publish the frame to the reader.
   void put(uint16_t kind, uint64_t length, uint64_t body, uint32_t crc) {
     uint8_t frame[kFrameBytes] = {};
     std::memcpy(frame, &kMagic, 4);
@@ -86,7 +86,7 @@ class Writer {
     std::memcpy(frame + kFrameBytes - 4, &check, 4);
     std::memcpy(memory_ + kDataAt + head_ % capacity_, frame, kFrameBytes);
     head_ += length;
-    // First our own: who looks at both takes the consumer for no further than us.
+    // The private copy first: a thread that reads both never sees the consumer ahead.
     store_release(&end_->head, head_);
     store_release(memory_ + kHeadAt, head_);
   }

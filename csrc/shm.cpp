@@ -11,7 +11,7 @@
 #include <cpuid.h>
 #include <nmmintrin.h>
 #define TIDE_SSE42 1
-// To Clang the crc instructions are a feature of their own; not every GCC knows it.
+// Clang has a separate target feature for the crc instructions; old GCCs do not.
 #if defined(__clang__)
 #define TIDE_CRC __attribute__((target("sse4.2,crc32")))
 #else
@@ -26,12 +26,12 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82F63B78u;
 
-// The crc instruction has a latency of three cycles and a throughput of one: three
-// independent streams of kStreamBytes keep it busy, then are joined by a linear map.
+// The crc instruction has a latency of three cycles and a throughput of one: compute three
+// independent streams of kStreamBytes and combine them by a linear map.
 constexpr size_t kStreamBytes = 1024;
 constexpr size_t kBlockBytes = 3 * kStreamBytes;
 
-// A copied block stays in the first-level cache until its checksum is taken.
+// A copied block stays in the L1 cache until its checksum is computed.
 constexpr size_t kCopyBytes = 4 * kBlockBytes;
 
 struct Tables {
@@ -123,7 +123,7 @@ uint32_t crc32c_table(uint32_t crc, const void* data, size_t size) {
 
 bool crc32c_is_hardware() {
 #if TIDE_SSE42
-  // Not __builtin_cpu_supports: zig, which builds the wheels, answers no to that.
+  // Not __builtin_cpu_supports: with zig, which builds the wheels, it returns false.
   static const bool available = [] {
     unsigned a, b, c = 0, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) != 0;
@@ -159,7 +159,7 @@ int create_segment(const char* name, int64_t size) {
   const int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (fd < 0) return -1;
   int error = 0;
-  if (fchmod(fd, 0600) != 0) {  // whatever the umask took away
+  if (fchmod(fd, 0600) != 0) {  // independent of the umask
     error = errno;
   } else {
     do error = posix_fallocate(fd, 0, size);
@@ -182,10 +182,9 @@ int64_t descriptor_size(int fd) {
   return status.st_size;
 }
 
-// GCC's builtins rather than std::atomic: the words live in memory that is not ours
-// to construct objects in.
+// GCC builtins instead of std::atomic: no objects are constructed in the shared memory.
 uint64_t load_acquire(const void* address) {
-  // The fence keeps copies made before this load before it (end of a sequence lock).
+  // The fence orders earlier copies before this load (end of a sequence lock).
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(static_cast<const uint64_t*>(address), __ATOMIC_ACQUIRE);
 }
@@ -197,7 +196,7 @@ void store_release(void* address, uint64_t value) {
 uint64_t fetch_add(void* address, uint64_t delta) {
   const uint64_t before =
       __atomic_fetch_add(static_cast<uint64_t*>(address), delta, __ATOMIC_SEQ_CST);
-  // Writes made after this stay after it (start of a sequence lock).
+  // The fence orders later writes after this (start of a sequence lock).
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   return before;
 }

@@ -20,11 +20,11 @@ bool counts_are_sound(const Meta& meta) {
   return meta.phase == kVerify ? accepted >= 0 && accepted <= last : accepted == last;
 }
 
-// Rows [low, high) of a request as a record.
+// Add rows [low, high) of a request as a record.
 void add(const Request& request, size_t of, int64_t low, int64_t high, const StepFacts& step,
          Layout* layout) {
   const int64_t count = request.count;
-  const int64_t before = count - 1 - request.drafts;  // the last that is not drafted
+  const int64_t before = count - 1 - request.drafts;  // the last row that is not a draft token
   const bool final = high == count;
   const bool verify = request.drafts > 0 || count == 1;
   int64_t taught = step.taught == Taught::kNone ? count : 0;
@@ -58,7 +58,7 @@ void add(const Request& request, size_t of, int64_t low, int64_t high, const Ste
                   ? request.low + taught
                   : request.logit_end - request.padding - count + taught;
     }
-    // No rows lie nowhere: logits, of which a piece of a prompt may have none.
+    // Without rows there is no offset: a part of a prompt may have no logits.
     const int64_t each = step.row_bytes[part];
     layout->spans.push_back({rows > 0 ? begin * each : 0, rows * each});
   }
@@ -77,8 +77,8 @@ Layout lay_out(const Request* requests, size_t count, const StepFacts& step) {
     const int64_t before = request.count - 1 - request.drafts;
     const int64_t most = step.max_rows;
     int64_t low = 0;
-    // A long prompt in pieces of which many fit into the ring; what has to be verified
-    // is one piece with the row before it.
+    // Split a long prompt into records of which many fit into the ring. Draft tokens stay
+    // in one record with the row before them.
     if (most > 0) {
       const int64_t cuts = std::min(pieces(request.count, most) - 1, pieces(before, most));
       for (int64_t nth = 0; nth < cuts; ++nth) {

@@ -1,4 +1,4 @@
-// The records of a step: which rows of its arrays are whose (capture/step.py).
+// The records of a step: the rows of its arrays by request (capture/step.py).
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ struct Request {
   uint64_t key;
   uint64_t tenant;
   int64_t flags;
-  int64_t low;    // its first row among the staged ones
-  int64_t first;  // and among the token ids
+  int64_t low;    // its first row in the staged rows
+  int64_t first;  // its first row in the token ids
   int64_t count;
   int64_t drafts;
   int64_t padding;
@@ -51,7 +51,7 @@ struct Meta {
   uint32_t end;
 };
 
-// Where a part of a record lies in its source (bytes).
+// Position of a part of a record in its source (bytes).
 struct Span {
   int64_t begin;
   int64_t size;
@@ -59,22 +59,22 @@ struct Span {
 
 enum FlagOfMeta : uint8_t { kHidden = 2, kTopk = 4 };
 
-// Which rows have a teacher: none, those with logits, or all.
+// Rows with a teacher: none, those with logits, or all.
 enum class Taught { kNone, kSampled, kAll };
 
 struct StepFacts {
-  Meta meta;            // what all records have in common
-  uint64_t drafted_by;  // version that made the verified drafts
+  Meta meta;            // fields common to all records
+  uint64_t drafted_by;  // version that drafted the verified tokens
   Taught taught;
-  int64_t max_rows;     // of a record; 0: as many as there are
+  int64_t max_rows;     // per record; 0: unlimited
   std::vector<int64_t> row_bytes;  // of token ids, features, and the teacher's arrays
 };
 
 struct Layout {
   std::vector<Meta> metas;
-  std::vector<Span> spans;       // one of each part, for each record
-  std::vector<uint8_t> follows;  // whether it continues the one before
-  std::vector<uint8_t> sound;    // whether its counts fit each other
+  std::vector<Span> spans;       // one per part, for each record
+  std::vector<uint8_t> follows;  // whether it continues the previous record
+  std::vector<uint8_t> sound;    // whether its counts are consistent
   std::vector<int64_t> of;       // its request
 };
 

@@ -1,8 +1,8 @@
-# To be sourced before serving on a CPU:  source scripts/env.sh
+# Source this file before serving on a CPU:  source scripts/env.sh
 #
-# Preloads the OpenMP runtime that vLLM's CPU kernels are tuned for (a stated LD_PRELOAD
-# is kept behind it) and tcmalloc where the machine has it; both matter for speed. Sets
-# defaults that a value of your own overrides. Works in bash, zsh and POSIX shells.
+# Preloads Intel OpenMP, for which vLLM's CPU kernels are tuned, and tcmalloc if it is
+# installed, for speed; an existing LD_PRELOAD is kept after them. Variables that are set
+# already keep their values. Works in bash, zsh and POSIX shells.
 
 _tide_venv=${TIDE_VENV:-${VIRTUAL_ENV:-}}
 if [ -z "$_tide_venv" ]; then

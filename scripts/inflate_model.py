@@ -1,22 +1,21 @@
 r"""Write a model that computes exactly the same function at a higher cost.
 
-Two ways, alone or together:
+There are two methods, which can be combined:
 
 * ``--intermediate-size``: pad the MLP.  The new rows of ``gate_proj`` and
-  ``up_proj`` repeat the existing ones (so a step multiplies ordinary numbers, not
-  zeros, and draws ordinary power); the new columns of ``down_proj`` are zero.
-  Costs weight bytes and arithmetic; KV cache per token is unchanged.
-* ``--extra-layers``: append copies of the last layer whose ``o_proj`` and
-  ``down_proj`` are zero, so each adds zero to the residual stream.  Costs weight
-  bytes, arithmetic, and KV cache: bytes per token grow with the layer count.
+  ``up_proj`` repeat the existing ones, so that a step multiplies normal numbers
+  instead of zeros, with normal power draw; the new columns of ``down_proj`` are
+  zero.  This adds weight bytes and arithmetic; KV cache per token is unchanged.
+* ``--extra-layers``: append copies of the last layer with ``o_proj`` and
+  ``down_proj`` set to zero, so each adds zero to the residual stream.  This adds
+  weight bytes, arithmetic, and KV cache bytes per token.
 
-Layers are appended at the END, never inserted: EAGLE-3 names its aux features
-by the index of the layer whose input residual stream is captured, and those
-indices must keep their meaning.  The draft's config must spell its ids out
-(``eagle_aux_hidden_state_layer_ids``): vLLM's default ids depend on the number
-of layers.
+Layers are appended at the end, never inserted: EAGLE-3 identifies its aux
+features by layer indices, which must not change.  The draft's config must list
+its ids (``eagle_aux_hidden_state_layer_ids``), because vLLM's default ids depend
+on the number of layers.
 
-A report of a run on such a model must say it was inflated, and by how much.
+A report of a run on such a model must state the inflation.
 Example::
 
     python scripts/inflate_model.py demo/target /tmp/target-90m \
@@ -45,7 +44,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no .safetensors file")
+        raise ValueError(f"{folder} has no .safetensors file")
     for path in files:
         with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 - no mapping, has only keys()
@@ -101,7 +100,7 @@ def inflate_config(
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], element_bytes: int = 2) -> int:
-    """Return the KV cache bytes one token needs, at ``element_bytes`` each."""
+    """Return the KV cache bytes of one token, at ``element_bytes`` per element."""
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim") or (
         config["hidden_size"] // config["num_attention_heads"]
@@ -117,14 +116,14 @@ def inflate(
     Args:
         source: Model folder with ``config.json`` and safetensors weights.
         destination: Folder to write; must not be ``source``.
-        intermediate_size: New MLP width, at least the present one; None keeps it.
+        intermediate_size: New MLP width, at least the current one; None: unchanged.
         extra: Identity layers to append.
 
     Returns:
         Parameter counts, their ratio, and KV bytes per token.
 
     Raises:
-        ValueError: The sizes do not make a larger model, or the folders coincide.
+        ValueError: The sizes are below the current ones, or the folders are equal.
     """
     config = json.loads((source / "config.json").read_text())
     if source.resolve() == destination.resolve():
@@ -137,7 +136,7 @@ def inflate(
         raise ValueError(f"--extra-layers {extra} is negative")
     tensors = read_tensors(source)
     before = sum(t.numel() for t in tensors.values())
-    # Identity layers first: they must be padded like the others.
+    # Append identity layers first, so that they are padded like the others.
     tensors = append_identity_layers(tensors, config["num_hidden_layers"], extra)
     if intermediate_size is not None:
         tensors = pad_mlp(tensors, intermediate_size)
@@ -150,7 +149,7 @@ def inflate(
             shutil.copy2(path, destination / path.name)
     weights = destination / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors saves readable by the owner only
+    weights.chmod(0o644)  # safetensors writes mode 0600
     both = config, new_config
     report = {
         "source": str(source),
@@ -183,24 +182,24 @@ def logits_of_both(
 
 
 def compare(before: torch.Tensor, after: torch.Tensor) -> tuple[float, int]:
-    """Return how far two sets of logits [..., V] differ by more than rounding.
+    """Return the difference of two sets of logits [..., V] beyond rounding.
 
-    How much kernels round depends on the CPU, in proportion to the logits' size.
+    The rounding error depends on the CPU, in proportion to the logits.
 
     Returns:
-        Largest difference as a share of the largest logit, and at how many positions
-        the most likely token is another although it was behind by more than that
-        difference.
+        Largest difference as a share of the largest logit, and the number of positions
+        where the most likely token changed and its logit was lower by more than
+        that difference.
     """
-    apart = float((before - after).abs().max())
-    size = float(before.abs().max())
-    other = after.argmax(-1, keepdim=True)
-    ahead = before.amax(-1) - before.gather(-1, other).squeeze(-1)
-    return apart / size if size else apart, int((ahead > apart).sum())
+    largest = float((before - after).abs().max())
+    scale = float(before.abs().max())
+    top = after.argmax(-1, keepdim=True)
+    margin = before.amax(-1) - before.gather(-1, top).squeeze(-1)
+    return largest / scale if scale else largest, int((margin > largest).sum())
 
 
 def main() -> int:
-    """Inflate, print the counts, and prove equality."""
+    """Inflate, print the counts, and check equality."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("destination", type=Path, metavar="DST")

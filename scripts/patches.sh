@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Edits the patch series as git commits.
+# Edit the patch series as git commits.
 #
-#   scripts/patches.sh import [DIR]   make DIR: pristine vLLM, then one commit per patch
+#   scripts/patches.sh import [DIR]   create DIR: pristine vLLM, then one commit per patch
 #   scripts/patches.sh export [DIR]   rewrite patches/ from the commits of DIR
-#   scripts/patches.sh rebase VERSION [DIR]   say how patches/ fits another release
+#   scripts/patches.sh rebase VERSION [DIR]   apply patches/ to another release and report
 #
 # DIR defaults to $TIDE_PATCHTREE or .patchtree. In DIR the tag `wheel` is the Python
 # source of the CPU wheel (the base of the commits) and the tag `sdist` that of the sdist
-# (the GPU wheel's form of the few files that differ). Export is byte-stable: an import
-# followed by an export changes nothing. A patch whose commit did not change keeps its
-# file, because a hunk may have less context than git gives it: what all releases share.
+# (the GPU wheel's version of the few files that differ). Export is byte-stable: an import
+# followed by an export changes nothing. The file of an unchanged commit is kept, because
+# its hunks may have less context than git writes: only the context common to all releases.
 # The manifest also covers the sdist of the newer release that the patches fit.
 #
-# Rebase imports DIR if it is not there, and puts the patches on the sources of VERSION
-# with git am --3way. It prints a line per patch: `applies`, `moved` (to other lines, or
-# merged because lines around it changed: read it), `upstream already`, or `conflict`
-# with its files; exit 1 if one conflicts. DIR gets the tag vllm-VERSION and, with the
-# patches that fit, the branch patches-VERSION.
+# Rebase imports DIR if it does not exist, and applies the patches to the sources of
+# VERSION with git am --3way. It prints a line per patch: `applies`, `moved` (to other
+# lines, or merged because lines around it changed: read it), `upstream already`, or
+# `conflict` with its files; exit 1 after a conflict. DIR gets the tag vllm-VERSION and
+# the branch patches-VERSION with the patches that fit.
 #
-# PYTHON (default: python3) needs pip. The archives are fetched through pip's own
-# configuration; TIDE_VLLM_ARCHIVES keeps them in a folder, where they may already lie.
+# PYTHON (default: python3) needs pip. The archives are downloaded with pip's configuration
+# to the folder TIDE_VLLM_ARCHIVES, if it is set; archives already there are used.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -38,7 +38,7 @@ trap 'rm -rf "$scratch"' EXIT
 die() { echo "patches.sh: $*" >&2; exit 1; }
 tide() { PYTHONPATH=$here "$python" -m vllm_tide.cli.main "$@"; }
 
-# A commit id that depends on nothing but the content.
+# Commit with fixed dates, so that the commit id depends on the content only.
 commit_base() {
     local tag=$1
     git add --all
@@ -47,7 +47,7 @@ commit_base() {
     git tag --force "$tag" > /dev/null
 }
 
-# unpack_sdist ARCHIVE DIR: its vllm/**/*.py.
+# unpack_sdist ARCHIVE DIR: unpack vllm/**/*.py.
 unpack_sdist() {
     "$python" - "$@" <<'PY'
 import sys, tarfile
@@ -63,15 +63,15 @@ with tarfile.open(sys.argv[1]) as archive:
 PY
 }
 
-# same_commit FILE COMMIT: does the patch FILE make COMMIT out of its parent?
+# same_commit FILE COMMIT: succeed if the patch FILE applied to the parent gives COMMIT.
 same_commit() {
-    local was=$scratch/was look=(log -1 --format=%T%n%an%n%ae%n%at%n%B)
+    local was=$scratch/was show=(log -1 --format=%T%n%an%n%ae%n%at%n%B)
     git -C "$was" checkout --quiet --force --detach "$2^"
     if ! git -C "$was" am --quiet "$1" > /dev/null 2>&1; then
         git -C "$was" am --abort
         return 1
     fi
-    [ "$(git -C "$was" "${look[@]}")" = "$(git -C "$was" "${look[@]}" "$2")" ]
+    [ "$(git -C "$was" "${show[@]}")" = "$(git -C "$was" "${show[@]}" "$2")" ]
 }
 
 import_tree() {
@@ -109,7 +109,7 @@ PY
 }
 
 export_tree() {
-    [ -d "$tree/.git" ] || die "$tree is no patch tree: run 'scripts/patches.sh import'"
+    [ -d "$tree/.git" ] || die "$tree is not a patch tree: run 'scripts/patches.sh import'"
     [ -z "$(git -C "$tree" status --porcelain)" ] || die "$tree has uncommitted changes"
     local commit name file old sdist
     mkdir -p "$scratch/new" "$patches/vllm-$version"
@@ -151,15 +151,15 @@ export_tree() {
         --pristine "$scratch/newer"
 }
 
-# fit PATCH: commit it here if it fits; print the verdict.
+# fit PATCH: commit the patch here if it fits; print the verdict.
 fit() {
     local patch=$1 way='' head lines files
     head=$(git rev-parse HEAD)
     lines=$(git apply --check --verbose "$patch" 2>&1) || way=--3way
-    if ! git am --quiet $way "$patch" > "$scratch/said" 2>&1; then
+    if ! git am --quiet $way "$patch" > "$scratch/am.log" 2>&1; then
         files=$(git diff --name-only --diff-filter=U | paste -sd ' ')
         git am --abort
-        echo "conflict in ${files:-$(sed -n 's/^error: //p' "$scratch/said" | head -1)}"
+        echo "conflict in ${files:-$(sed -n 's/^error: //p' "$scratch/am.log" | head -1)}"
     elif [ -z "$way" ]; then
         lines=$(grep -c 'succeeded at' <<< "$lines") || { echo applies; return; }
         echo "moved (hunks at other lines: $lines)"
@@ -175,7 +175,7 @@ parses() {
 }
 
 rebase_series() {
-    [ -n "$release" ] || die "rebase: name the release, such as $newer"
+    [ -n "$release" ] || die "rebase: give the release, such as $newer"
     local sdist name verdict total=0 conflicts=0 broken=0
     tree=$(realpath -m "$tree")
     if [ ! -d "$tree/.git" ]; then
@@ -201,7 +201,7 @@ rebase_series() {
     done < <(grep -v -e '^#' -e '^$' "$patches/series")
     for name in $(git diff --name-only "vllm-$release" HEAD); do
         if git show "vllm-$release:$name" | parses && ! parses < "$name"; then
-            echo "$name: no longer Python"
+            echo "$name: not valid Python after the patches"
             broken=1
         fi
     done
@@ -216,6 +216,6 @@ case $action in
     import) import_tree ;;
     export) export_tree ;;
     rebase) rebase_series ;;
-    *) sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    *) sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
        case ${1:-} in -h | --help) exit 0 ;; esac; exit 2 ;;
 esac

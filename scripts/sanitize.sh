@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests of the C++ on a build with AddressSanitizer and UBSan.
+# Run the tests of the C++ code with AddressSanitizer and UBSan.
 #
 #   scripts/sanitize.sh [EXAMPLES] [PYTEST ARGUMENTS]
 #
-# EXAMPLES inputs for each parser of tests/fuzz (1000). Whatever a sanitizer finds ends the
-# run with its report. The build lies in a copy of the checkout. Needs g++ and its
-# sanitizers, no GPU and no server. Environment: TIDE_VENV (default: .venv in the checkout).
+# EXAMPLES is the number of inputs per parser of tests/fuzz (1000). The run stops with a
+# report at the first finding of a sanitizer. The build is in a copy of the checkout. g++
+# and its sanitizers are needed, no GPU and no server. Environment: TIDE_VENV (default:
+# .venv in the checkout).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,7 +23,7 @@ g++ -shared -fPIC -std=c++17 -O1 -g -fno-omit-frame-pointer -Wall -Wextra \
     -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all \
     -DPy_LIMITED_API=0x030B0000 "-I$include" csrc/*.cpp -o vllm_tide/_shm.abi3.so
 
-# Python itself leaks by design. Preloaded, since Python is no program of the sanitizer's.
+# Python leaks by design. Preload the libraries: Python is not linked with a sanitizer.
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH=$scratch PYTHONMALLOC=malloc
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Serves a steady load with a swap every few seconds, and says whether memory, file
-# descriptors, shared memory and latency stay flat.
+# Serve a steady load with a swap every few seconds, and check that memory, file
+# descriptors, shared memory and latency do not grow.
 #
 #   scripts/soak.sh --minutes 30 --json soak.json [--swap-s 3] [--clients 3]
 #   scripts/soak.sh --everything --minutes 60 --clients 8 --swap-s 20 \
 #       --target MODEL --draft scripts/demo/smollm2_draft \
 #       --prompts scripts/demo/chat_prompts --domains math,sql,tools --whole
 #
-# The second serves a real model (scripts/demo/fetch_model.py) with memory and adaptation
-# inside a generation, gives up requests, runs a command of the operator each minute, kills
-# the trainer twice and cleans the run directory once. --help states the criterion. Environment: TIDE_VENV (default: .venv in the checkout).
+# The second command serves a real model (scripts/demo/fetch_model.py) with memory and
+# adaptation within a generation, cancels requests, runs an operator command each minute,
+# kills the trainer twice and cleans the run directory once. See --help for the criterion.
+# Environment: TIDE_VENV (default: .venv in the checkout).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Installs everything, then checks everything; ends with a line 'N passed, N failed, N skipped'.
+# Install everything, then run all checks; the last line is 'N passed, N failed, N skipped'.
 #
 #   scripts/test.sh [--fast|--nightly] [--json FILE]
 #
-#   --fast       only what needs neither an engine nor a process of its own: 2 minutes
-#   (none)       also real engines, one server and one of each fault: 12 minutes
-#   --nightly    also many seeds, AVX2, faults in number, soak, fuzz, sanitizers, vLLM's tests
+#   --fast       only tests without engines and subprocesses: 2 minutes
+#   (none)       also real engines, one server and one fault of each kind: 12 minutes
+#   --nightly    also many seeds, AVX2, 500 faults, soak, fuzz, sanitizers, vLLM's tests
 #   --json FILE  write {"tier", "passed", "failed", "skipped", "seconds",
 #                "install_seconds", "slowest"}
 #
-# The minutes are those of two quiet cores, without the installation. vLLM's own tests also
-# run where `patches/` differs from the last release and from `origin/main`.
+# The minutes are for two idle cores, without the installation. vLLM's tests also run if
+# `patches/` differs from the last release and from `origin/main`.
 #
-# Environment: TIDE_VENV (default: .venv in the checkout) and what scripts/install.sh and
-# scripts/upstream_tests.sh read.
+# Environment: TIDE_VENV (default: .venv in the checkout) and the variables of
+# scripts/install.sh and scripts/upstream_tests.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ export TIDE_VENV=${TIDE_VENV:-$here/.venv}
 bin=$TIDE_VENV/bin
 tier=all
 json=
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
+usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
 while [ $# -gt 0 ]; do
     case $1 in
         --fast) tier=fast; shift ;;
@@ -38,9 +38,9 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
 # The output of the tests goes to the terminal; only the counts are collected.
 scratch=$(mktemp -d)
 broken=()
-declare -A beside=()
+declare -A background=()
 trap 'exit 130' INT
-trap 'kill -- "${beside[@]/#/-}" 2> /dev/null || :; rm -rf "$scratch"' EXIT
+trap 'kill -- "${background[@]/#/-}" 2> /dev/null || :; rm -rf "$scratch"' EXIT
 
 step() {
     local name=$1
@@ -49,26 +49,26 @@ step() {
     "$@" || broken+=("$name")
 }
 
-# begin NAME COMMAND: run it beside the next steps, on the cores' idle time. A server has a
-# session of its own, and the niceness of a session may count against another session.
+# begin NAME COMMAND: run the command in the background at the lowest priority. Servers run
+# in separate sessions, and with autogroups niceness applies within a session only.
 begin() {
     local name=$1
     shift
     setsid nice -n 19 sh -c '{ echo 19 > /proc/self/autogroup; } 2> /dev/null; exec "$@"' \
         sh "$@" > "$scratch/$name.txt" 2>&1 &
-    beside[$name]=$!
+    background[$name]=$!
 }
 
-# end NAME: wait for it and print its output.
+# end NAME: wait for the command and print its output.
 end() {
     local code=0
-    wait "${beside[$1]}" || code=$?
-    unset "beside[$1]"
+    wait "${background[$1]}" || code=$?
+    unset "background[$1]"
     cat "$scratch/$1.txt"
     return "$code"
 }
 
-# tests NAME MARKS [ARGUMENT ...]: pytest on the tests with these marks.
+# tests NAME MARKS [ARGUMENT ...]: run pytest on the tests with these marks.
 tests() {
     local name=$1 marks=$2
     shift 2
@@ -98,13 +98,13 @@ step "fast tests" tests fast "not slow and not vllm and not alone and not nightl
 step "patch check" "$bin/vllm-tide" patch check
 step "mypy" end mypy
 if [ $tier != fast ]; then
-    # vLLM would bind the engines of all workers to the same core.
+    # Without this vLLM binds the engines of all workers to the same core.
     export VLLM_CPU_OMP_THREADS_BIND=nobind
-    # Engines wait in between: three workers fill two cores.
+    # Engines are idle at times, so three workers use two cores.
     step "tests on engines" tests engines "(slow or vllm) and not alone and not nightly" \
         -n 3 --dist loadscope --no-loadscope-reorder
     unset VLLM_CPU_OMP_THREADS_BIND
-    # The kernels' tests under Triton's interpreter share a process, beside the servers.
+    # Kernel tests in Triton's interpreter run in one process, in parallel to the servers.
     begin kernels "$bin/python" -m pytest tests/kernels -m "alone and not nightly" \
         --junitxml "$scratch/kernels.xml"
     step "tests on servers" tests servers "alone and not nightly" \
@@ -129,7 +129,7 @@ if [ $tier = nightly ]; then
 fi
 if [ $tier = nightly ] || { [ $tier = all ] && patches_changed; }; then
     begin upstream scripts/upstream_tests.sh --subset
-    step "vLLM's own tests" end upstream
+    step "vLLM's tests" end upstream
 fi
 
 echo "=== summary [${seconds}s after an install of ${install_seconds}s]"

@@ -31,7 +31,7 @@ def summarize(folder: Path, broken: int) -> dict[str, Any]:
     upstream = folder / "upstream.txt"
     if upstream.is_file() and (match := UPSTREAM.search(upstream.read_text())):
         passed, failed = passed + int(match[1]), failed + int(match[2])
-    # A step that fails without a failed test is a failure too.
+    # Count a failed step without a failed test as a failure too.
     failed = failed or broken
     slowest = sorted(slowest, reverse=True)[:NUM_SLOWEST]
     return {

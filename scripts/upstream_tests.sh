@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# vLLM 0.32.0's own tests on patched vLLM, compared with unpatched vLLM.
+# Run vLLM 0.32.0's tests on patched vLLM and compare with unpatched vLLM.
 #
 #   scripts/upstream_tests.sh [--subset | --all] [--group NAME ...] [--record-baseline]
 #
-#   --subset            what CI runs (default)
-#   --all               every test file that touches what we touch
+#   --subset            the tests that CI runs (default)
+#   --all               every test file for code that the patches change
 #   --group NAME        only this group of scripts/upstream/run.py
-#   --record-baseline   run on UNPATCHED vLLM and rewrite what was run in
-#                       tests/upstream/baseline.json.gz (with --all unless --subset is said)
+#   --record-baseline   run on UNPATCHED vLLM and rewrite the results of the groups in
+#                       tests/upstream/baseline.json.gz (--all unless --subset is given)
 #
-# Environment: PYTHON (default: the environment that scripts/install.sh --dev made),
-# TIDE_VLLM_ARCHIVES (a folder that keeps the downloaded sdist), TIDE_UPSTREAM_WORK (a
-# folder that keeps the unpacked tests and the logs).
+# Environment: PYTHON (default: the environment of scripts/install.sh --dev),
+# TIDE_VLLM_ARCHIVES (folder for the downloaded sdist), TIDE_UPSTREAM_WORK (folder for
+# the unpacked tests and the logs).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -54,7 +54,7 @@ else
 fi
 if [ ! -d "$work/tests" ]; then
     sdist=$("$python" "$here/scripts/fetch_vllm.py" sdist "${TIDE_VLLM_ARCHIVES:-$work}" | tail -n 1)
-    # Not its vllm/: that is unbuilt and would shadow the installed one.
+    # Exclude its vllm/, which is not built and would shadow the installed one.
     tar -xzf "$sdist" -C "$work" --strip-components=1 --wildcards \
         'vllm-*/tests/*' 'vllm-*/pyproject.toml'
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command as on an older x86-64 CPU: torch, oneDNN and vLLM leave the newer
-# instructions alone.
+# Run a command as on an older x86-64 CPU: torch, oneDNN and vLLM do not use newer
+# instructions.
 #
 #   scripts/with_isa.sh avx2|avx512_core|native COMMAND [ARGUMENT...]
 set -euo pipefail

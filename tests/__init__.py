@@ -1,4 +1,4 @@
-"""Tests; some drive servers with what `scripts/` has (`bench`, `sim`, `json_text`)."""
+"""Tests; some drive servers with parts of `scripts/` (`bench`, `sim`, `json_text`)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scripts.demo.unpack import unpack_all
 # A second checkout that shares an environment was not installed.
 unpack_all()
 
-# vLLM keeps here what it learns about a model's class, or starts a process to learn it
-# anew. Tests that give TIDE an empty cache (XDG_CACHE_HOME) need not pay that.
+# vLLM stores its inspection of a model's class here, or starts a process to repeat it.
+# Tests with an empty cache for TIDE (XDG_CACHE_HOME) need not repeat that.
 os.environ.setdefault(
     "VLLM_CACHE_ROOT",
     str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm"),
@@ -74,21 +74,21 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    # Each collection would look at all of Torch, for half a second.
+    # Each collection would scan all of Torch, for half a second.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def same_cores_afterwards():
-    """Suites move their own process; what a worker runs next has all cores again."""
+    """Suites pin their own process; restore all cores for the worker's next test."""
     yield
     os.sched_setaffinity(0, CPUS)
 
 
 @pytest.fixture
 def caplog(caplog):
-    """Pytest's, which also sees what vLLM's logger keeps from the root logger."""
+    """Pytest's, which also captures records that vLLM's logger does not propagate."""
     tide = logging.getLogger("vllm.tide")
     tide.addHandler(caplog.handler)
     tide.propagate = False

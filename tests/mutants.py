@@ -1,11 +1,11 @@
-"""Draws one-line mutants of the code at a commit, and runs the tests on each.
+"""Draw one-line mutants of the code at a commit, and run the tests on each.
 
     python tests/mutants.py draw --seed 1 --base COMMIT --json FILE [PREFIX ...]
     python tests/mutants.py run FILE --tree DIR --json RESULT
 
-A line that was moved is found again by its text, its function and its neighbours. The
-tests are the fast ones of the folders in `TESTS`, those that name the module first, or
-with `--engines` those of the middle tier that need no machine for themselves.
+A moved line is identified by its text, its function and its neighbours. The tests are
+the fast ones of the folders in `TESTS`, those that name the module first, or with
+`--engines` those of the middle tier that need no separate machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("patch", "doctor/", "top/", "cli/", "metrics", "config", "bench/", "sim/")
-# The longest prefix counts. Where nothing is said: the tests of the same folder.
+# The longest prefix counts. Without a match: the tests of the same folder.
 TESTS = {
     "scripts/bench/": "bench",
     "scripts/fetch_vllm": "patches",
@@ -53,7 +53,7 @@ LIMIT_S = 300
 
 
 def changes(node: ast.AST, line: bytes) -> Iterator[tuple[int, int, str]]:
-    """What may be changed of a node: begin and end (bytes of its line), new text."""
+    """Yield possible changes of a node: begin and end (bytes of its line), new text."""
     whole = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
     pairs: Any = ()
     match node:
@@ -84,7 +84,7 @@ def changes(node: ast.AST, line: bytes) -> Iterator[tuple[int, int, str]]:
 
 
 def mutants(path: str, source: str) -> Iterator[dict[str, Any]]:
-    """Every mutant of a file: a line before and after, its function and neighbours."""
+    """Yield mutants of a file: a line before and after, its function and neighbours."""
     lines = source.splitlines()
 
     def of(node: ast.AST, function: str) -> Iterator[dict[str, Any]]:
@@ -105,10 +105,10 @@ def mutants(path: str, source: str) -> Iterator[dict[str, Any]]:
 
 
 def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str, Any]]:
-    """One mutant each of as many lines, every line alike."""
+    """Draw one mutant each of as many lines, with equal probability."""
 
-    def git(*words: str) -> str:
-        return subprocess.check_output(["git", "-C", str(ROOT), *words], text=True)
+    def git(*args: str) -> str:
+        return subprocess.check_output(["git", "-C", str(ROOT), *args], text=True)
 
     lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for name in git("ls-tree", "-r", "--name-only", base).splitlines():
@@ -120,8 +120,8 @@ def draw(seed: int, count: int, base: str, prefixes: list[str]) -> list[dict[str
 
 
 def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
-    """The file and the line (from 0) of the same code in a tree."""
-    found = []
+    """Return the file and the line (from 0) of the same code in a tree."""
+    result = []
     for top in ("vllm_tide", "scripts", "tests"):
         for path in (tree / top).rglob("*.py"):
             lines = [line.strip() for line in path.read_text().splitlines()]
@@ -134,26 +134,28 @@ def find(mutant: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
                     alike = len(set(near) & set(mutant["near"]))
                     alike += 2 * (function == mutant["function"])
                     alike += path.name == Path(mutant["path"]).name
-                    found.append((alike, -abs(at + 1 - mutant["line"]), path, at))
-    best = max(found, default=(0,))
-    return best[2:] if best[0] > 2 or len(found) == 1 else None
+                    result.append((alike, -abs(at + 1 - mutant["line"]), path, at))
+    best = max(result, default=(0,))
+    return best[2:] if best[0] > 2 or len(result) == 1 else None
 
 
 def tests_of(path: Path, tree: Path) -> list[str]:
-    """Test files of a module, those that name it first."""
+    """Return test files of a module, those that name it first."""
     name = path.relative_to(tree).as_posix()
     longest = max((p for p in TESTS if name.startswith(p)), key=len, default="")
     folders = TESTS.get(longest, name.split("/")[1]).format(stem=path.stem).split()
     places = [tree / "tests" / folder for folder in folders]
-    found = [f for p in places for f in (p.glob("test_*.py") if p.is_dir() else [p])]
-    found = sorted(file for file in found if file.is_file())
+    result = [f for p in places for f in (p.glob("test_*.py") if p.is_dir() else [p])]
+    result = sorted(file for file in result if file.is_file())
     named = re.compile(rf"\b{path.stem}\b")
-    found.sort(key=lambda f: (path.stem not in f.stem, not named.search(f.read_text())))
-    return [str(file.relative_to(tree)) for file in found]
+    result.sort(
+        key=lambda f: (path.stem not in f.stem, not named.search(f.read_text()))
+    )
+    return [str(file.relative_to(tree)) for file in result]
 
 
 def run_tests(tree: Path, files: list[str], marks: str) -> str:
-    """The outcome of tests in a fork, which has imported what is large."""
+    """Return the outcome of tests in a fork that has imported the large modules."""
     log = tree / "mutant.log"
     if (pid := os.fork()) == 0:
         os.setsid()
@@ -170,14 +172,14 @@ def run_tests(tree: Path, files: list[str], marks: str) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    said = re.findall(r"^(?:FAILED|ERROR) \S+", log.read_text(), re.MULTILINE)
-    return "not found" if status in (0, 5) else f"found: {[*said, status][0]}"
+    failures = re.findall(r"^(?:FAILED|ERROR) \S+", log.read_text(), re.MULTILINE)
+    return "not found" if status in (0, 5) else f"found: {[*failures, status][0]}"
 
 
 def run(
-    drawn: list[dict[str, Any]], source: Path, out: Path, until_found: int, marks: str
+    drawn: list[dict[str, Any]], source: Path, out: Path, limit: int, marks: str
 ) -> None:
-    """Run the tests on each mutant, in a copy of a tree; `out` has what came of it."""
+    """Run the tests on each mutant, in a copy of a tree; write outcomes to `out`."""
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
     for name in WARM:
@@ -215,7 +217,7 @@ def run(
             print(mutant.get("place"), mutant["after"], mutant["outcome"], flush=True)
             out.write_text(json.dumps(drawn, indent=1))
             count[mutant["outcome"].split(":")[0]] += 1
-            if count["found"] >= until_found:
+            if count["found"] >= limit:
                 break
     print(dict(count))
 

@@ -1,4 +1,4 @@
-"""The bad-input table: what was tried and what it says, word for word."""
+"""The bad-input table: inputs and their messages, word for word."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ BAD_SECTIONS = [
     ({"train": {"loss": {}}}, "tide.train.loss: must have at least 1 entry, got {}."),
     (
         {"run_dir": "runs/x"},
-        "tide.run_dir: must be an absolute path, as each process has a folder it is "
-        "relative to, got 'runs/x'.",
+        "tide.run_dir: must be an absolute path, because processes have different "
+        "folders, got 'runs/x'.",
     ),
     (
         {"capture": {"ring_mib": "big"}},
@@ -57,7 +57,7 @@ BAD_SECTIONS = [
 
 
 @pytest.mark.parametrize(("section", "sentence"), BAD_SECTIONS)
-def test_bad_section_gets_one_sentence(section, sentence):
+def test_a_bad_section_gives_one_line(section, sentence):
     with pytest.raises(ConfigError) as refused:
         parse_tide(section)
     assert str(refused.value) == sentence
@@ -78,7 +78,7 @@ NOTED = [
     (
         {"capture": {"sample_rate": 0}},
         {},
-        "tide.capture.sample_rate: 0 captures no request, so nothing is learnt.",
+        "tide.capture.sample_rate: 0 captures no request, so nothing is trained.",
     ),
     (
         {"preset": "observe", "test_time": {"memory": "ngram"}},
@@ -94,18 +94,18 @@ NOTED = [
     ({"spool": {"max_gib": 2}}, {}, "tide.spool.url is null."),
     ({"fresh": {"draft_vocab_size": 99}}, {"model": "a/b"}, "model is not 'fresh'."),
     ({"train": {"metrics_port": 8000}}, {}, "8000 is also the port of vllm serve"),
-    ({"spool": {"url": "s3://a:b@c"}}, {}, "tide.spool.url: has credentials"),
+    ({"spool": {"url": "s3://a:b@c"}}, {}, "tide.spool.url: contains credentials"),
     ({}, {"num_speculative_tokens": 99}, "num_speculative_tokens: 99 is more than"),
 ]
 
 
 @pytest.mark.parametrize(("section", "keys", "note"), NOTED)
-def test_what_has_no_effect_or_is_odd_is_noted(section, keys, note, capsys):
+def test_a_knob_without_effect_is_noted(section, keys, note, capsys):
     whole = {"model": "fresh", "num_speculative_tokens": 3, "tide": section} | keys
     assert main(["config", "check", json.dumps(whole)]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("the inline JSON: fine.")
-    (line,) = said.err.splitlines()
+    captured = capsys.readouterr()
+    assert captured.out.startswith("the inline JSON: fine.")
+    (line,) = captured.err.splitlines()
     assert line.startswith("note: ") and note in line and "b@c" not in line
 
 
@@ -115,7 +115,7 @@ def test_a_preset_alone_is_not_noted(preset):
 
 
 def parts(tide):
-    """What runs, and under which policy."""
+    """Return the enabled parts and the policy."""
     return (
         tide.capture.enabled,
         tide.train.autostart,
@@ -206,7 +206,7 @@ def test_every_form_that_vllm_takes_is_read(tmp_path, capsys, name, text):
         assert main(["config", "check", text]) == 0
 
 
-def test_a_comment_sign_in_a_string_is_none():
+def test_a_comment_sign_in_a_string_is_no_comment():
     text = '{"tide": {"spool": {"url": "s3://b/,}"}}, "a": "\\"//,]"}'
     assert read_json_object(text) == json.loads(text)
 
@@ -225,17 +225,17 @@ def test_a_key_given_twice_is_refused(tmp_path, capsys, name, text):
     file = tmp_path / name
     file.write_text(text)
     assert main(["config", "check", str(file)]) == 2
-    said = "capture: given twice; leave one."
-    assert capsys.readouterr().err == f"error: {said}\n"
+    message = "capture: given twice; leave one."
+    assert capsys.readouterr().err == f"error: {message}\n"
     if name == "a.json":
         with pytest.raises(ConfigError, match="^capture: given twice"):
             read_json_object(text)
-    # Without us it is vLLM's, which takes the last.
+    # Without us vLLM parses it and takes the last.
     assert read_json_object('{"model": 1, "model": 2}') == {"model": 2}
 
 
 def checked(config, capsys):
-    """Status, and what is said of a whole configuration."""
+    """Return status and errors of a whole configuration."""
     status = main(["config", "check", json.dumps(config)])
     return status, capsys.readouterr().err.splitlines()
 
@@ -249,14 +249,14 @@ MISTAKES = [
     ),
     ({"model": ""}, "model: missing; give the directory or hub name of the EAGLE-3 "),
     ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),
-    ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; give the "),
+    ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; set the "),
     (
         {"tide": {"train": {"loss": {"forwardkl": 1}}}},
         "tide.train.loss.forwardkl: unknown key; did you mean 'forward_kl'?",
     ),
     (
         {"tide": MEMORY, "draft_sample_method": "probabilistic"},
-        "tide.test_time.memory: a token of the memory's has no draft probability",
+        "tide.test_time.memory: its tokens have no draft probability",
     ),
     ({"tide": MEMORY, "parallel_drafting": True}, "parallel_drafting: tide.test_time"),
     ({"tide": MEMORY, **TABLE}, "num_speculative_tokens_per_batch_size: tide.test_ti"),
@@ -266,16 +266,16 @@ MISTAKES = [
     ),
     (
         {"tide": {"capture": {"sample_rate": 0}, "test_time": {"adapt": "shared"}}},
-        "tide.test_time.adapt: 'shared' trains on rows of running requests, of which "
-        "none is captured; change tide.capture.enabled, consent or sample_rate, or set",
+        "tide.test_time.adapt: 'shared' trains on rows of running requests, but none "
+        "are captured; change tide.capture.enabled, consent or sample_rate, or set",
     ),
 ]
 
 
 @pytest.mark.parametrize(("change", "start"), MISTAKES)
-def test_a_mistake_beside_the_section_is_named(change, start, capsys):
-    status, (said,) = checked(WHOLE | change, capsys)
-    assert status == 2 and said.startswith(f"error: {start}")
+def test_a_mistake_next_to_the_section_is_named(change, start, capsys):
+    status, (message,) = checked(WHOLE | change, capsys)
+    assert status == 2 and message.startswith(f"error: {start}")
 
 
 def test_an_integral_float_is_a_whole_number():

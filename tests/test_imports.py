@@ -1,4 +1,4 @@
-"""Imports point one way, and what must stay light stays light."""
+"""Imports point one way, and light packages stay light."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sources() -> dict[Path, ast.Module]:
 
 @cache
 def imports() -> list[tuple[str, str, str]]:
-    found = []
+    result = []
     for file, tree in sources().items():
         here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for node in ast.walk(tree):
@@ -67,8 +67,8 @@ def imports() -> list[tuple[str, str, str]]:
                 names = [node.module]
                 if node.module == "vllm_tide":
                     names = [f"vllm_tide.{alias.name}" for alias in node.names]
-            found += [(str(file), here, name) for name in names]
-    return found
+            result += [(str(file), here, name) for name in names]
+    return result
 
 
 def test_layers_import_downwards_only():
@@ -92,21 +92,21 @@ def test_only_engine_imports_vllm():
     assert wrong == []
 
 
-# What a distribution is called where its module has another name; kernels' compilers
-# come with Torch's builds.
+# Distributions with another name than their module; kernels' compilers come with
+# Torch's builds.
 DISTRIBUTIONS = {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
 WITH_TORCH = {"torch", "triton", "xformers"}
 
 
 def required(lines: list[str]) -> set[str]:
-    """Names of requirements that hold without an extra."""
+    """Return names of requirements without an extra."""
     plain = [line for line in lines if "extra ==" not in line]
-    found = [re.match(r"[\w.-]+", line) for line in plain]
-    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in found if name}
+    matches = [re.match(r"[\w.-]+", line) for line in plain]
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in matches if name}
 
 
 @pytest.mark.vllm
-def test_what_is_imported_is_declared_or_vllm_s():
+def test_every_import_is_declared_or_vllms():
     from vllm_tide.doctor.install import vllm_distribution
 
     vllm = vllm_distribution()
@@ -121,9 +121,9 @@ def test_what_is_imported_is_declared_or_vllm_s():
         for _, _, name in imports()
         if name.split(".")[0] not in sys.stdlib_module_names
     }
-    told = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
-    assert told.keys() - known == set()
-    # These run where no vLLM is: in `doctor`, `top`, `status` and `config`.
+    imported = {DISTRIBUTIONS.get(n, n).replace("_", "-").lower(): n for n in names}
+    assert imported.keys() - known == set()
+    # These run without vLLM: in `doctor`, `top`, `status` and `config`.
     assert {"packaging", "prometheus-client", "pyyaml", "pydantic"} <= ours
 
 
@@ -136,7 +136,7 @@ def test_light_packages_import_no_torch():
     assert wrong == []
 
 
-# What turns bytes of somebody else into code: (owner, function), owner "" for builtins.
+# Functions that turn foreign bytes into code: (owner, function), "" for builtins.
 UNSAFE_CALLS = {
     ("", "eval"),
     ("", "exec"),
@@ -162,22 +162,22 @@ UNSAFE_MODULES = {
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and ("", node.id) in UNSAFE_CALLS:
-            found.append(node.id)
+            result.append(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if (node.value.id, node.attr) in UNSAFE_CALLS:
-                found.append(f"{node.value.id}.{node.attr}")
+                result.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.ImportFrom):
             names = {(node.module, alias.name) for alias in node.names}
-            found += [f"{a}.{b}" for a, b in names & UNSAFE_CALLS]
+            result += [f"{a}.{b}" for a, b in names & UNSAFE_CALLS]
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
-            found.append(str(node.arg))
-    return found
+            result.append(str(node.arg))
+    return result
 
 
-def test_nothing_that_another_process_wrote_becomes_code():
+def test_no_foreign_bytes_become_code():
     wrong = [
         (str(file), name) for file, tree in sources().items() for name in unsafe(tree)
     ]
@@ -201,5 +201,5 @@ def test_nothing_that_another_process_wrote_becomes_code():
         "subprocess.run(text, shell=True)",
     ],
 )
-def test_the_lint_sees(line):
+def test_the_lint_detects_violations(line):
     assert unsafe(ast.parse(line))

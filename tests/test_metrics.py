@@ -1,4 +1,4 @@
-"""Everything that servers and trainers expose: names, types, texts, labels, values."""
+"""The exposition of servers and trainers: names, types, texts, labels, values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ PAGES = Path(__file__).parent / "metrics_pages"
 
 
 def full_report(time: int) -> dict[str, object]:
-    """A worker's report with every key; numbers grow with time."""
+    """Return a worker's report with every key; numbers grow with time."""
     totals = (
         "rows", "requests", "swaps", "steps", "draft_passes", "drafted_tokens",
         "verified_tokens", "accepted_tokens", "trimmed_tokens", "exploration_steps",
-        "hole_tokens", "slo_unreachable_steps", "plain_step_seconds", "step_seconds",
-        "malformed_slo", "client_limits_dropped", "memory_proposals",
+        "missing_draft_kv_tokens", "slo_unreachable_steps", "plain_step_seconds",
+        "step_seconds",
+        "malformed_limits", "client_limits_dropped", "memory_proposals",
         "memory_accepted_tokens",
     )  # fmt: skip
     labelled = (
@@ -48,7 +49,7 @@ def full_report(time: int) -> dict[str, object]:
 
 
 def full_status() -> TrainerStatus:
-    """A trainer's status with a number in every field that takes one."""
+    """Return a trainer's status with a number in every field that takes one."""
     values = {
         field.name: number + (0.5 if "float" in str(field.type) else 0)
         for number, field in enumerate(fields(TrainerStatus))
@@ -66,7 +67,7 @@ def full_status() -> TrainerStatus:
 
 
 def page_of(registry) -> str:
-    """What a scrape gets, of ours, without the times at which counters began."""
+    """Return our part of a scrape, without the times at which counters began."""
     text = generate_latest(registry).decode()
     blocks = re.split(r"^(?=# HELP)", text, flags=re.MULTILINE)
     ours = [b for b in blocks if "vllm_tide:" in b and "_created " not in b]
@@ -87,11 +88,11 @@ def trainer_page(status: TrainerStatus) -> str:
     return page_of(registry)
 
 
-def test_an_engines_page_is_what_it_was():
+def test_an_engines_page_is_unchanged():
     assert engine_page() == (PAGES / "engine.txt").read_text("utf-8")
 
 
-def test_a_trainers_page_is_what_it_was():
+def test_a_trainers_page_is_unchanged():
     assert trainer_page(full_status()) == (PAGES / "trainer.txt").read_text("utf-8")
     assert trainer_page(TrainerStatus()) == (PAGES / "waiting.txt").read_text("utf-8")
 
@@ -107,14 +108,14 @@ def test_the_reference_has_every_metric_once():
     assert len(table.splitlines()) == 3 + len(metrics.ENGINE) + len(metrics.TRAINER)
 
 
-def test_a_unit_ends_a_name():
+def test_a_name_ends_with_its_unit():
     for metric in (*metrics.ENGINE, *metrics.TRAINER):
         for unit in ("seconds", "bytes", "ratio"):
             parts = metric.name.split("_")
             assert unit not in parts[:-1] or parts[-1] in ("ratio",), metric.name
 
 
-def test_what_runs_is_one_metric():
+def test_enabled_features_are_one_metric():
     tide = {"preset": "control", "control": {"policy": "threshold"}}
     speculative = SimpleNamespace(tide=tide, num_speculative_tokens=5)
     metrics.make_prometheus(speculative, {0: ["m", "0"]})

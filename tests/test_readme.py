@@ -1,4 +1,4 @@
-"""READMEs show what the code does."""
+"""READMEs match the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_first_page_is_short():
     assert len(README.split()) <= 1_700
 
 
-def test_bad_input_table_quotes_real_sentences():
+def test_the_bad_input_table_quotes_real_messages():
     sentences = {sentence for _, sentence in BAD_SECTIONS}
     quoted = re.findall(r"\| `(tide[.:][^`]*)` \|$", REFERENCE, flags=re.MULTILINE)
     assert quoted
@@ -52,7 +52,7 @@ def test_every_path_in_the_layout_map_exists():
     assert missing == []
 
 
-def test_every_link_leads_somewhere():
+def test_every_link_has_a_target():
     missing = []
     for page in ALL:
         text = page.read_text(encoding="utf-8")
@@ -62,14 +62,14 @@ def test_every_link_leads_somewhere():
     assert missing == []
 
 
-def test_knobs_that_the_first_page_names_exist():
+def test_knobs_on_the_first_page_exist():
     section = "|".join(name for name in TideConfig.model_fields)
     named = set(re.findall(rf"`(?:tide\.)?((?:{section})\.[a-z_]+)", README))
     assert {"capture.consent", "train.max_passes", "spool.url"} <= named
     assert [knob for knob in sorted(named) if f"`tide.{knob}`" not in REFERENCE] == []
 
 
-def test_the_table_of_versions_is_that_of_the_package():
+def test_the_table_of_versions_matches_the_package():
     table = README.split("## Versions and limits")[1]
     [releases] = re.findall(r"^\| vLLM \| ([0-9., ]+) ", table, flags=re.MULTILINE)
     assert tuple(releases.split(", ")) == VLLM_VERSIONS

@@ -23,7 +23,7 @@ from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
 from vllm_tide.engine.trainer_process import call_on, given_cores
 from vllm_tide.metrics import TideProm, increments, make_prometheus
-from vllm_tide.transport.ring import RingReader, RingWriter, Word
+from vllm_tide.transport.ring import Atomic, RingReader, RingWriter
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 
@@ -49,7 +49,7 @@ def test_guard_contains_counts_and_trips(caplog):
     assert not rare.tripped and rare.faults["here"] == 4 * LIMIT
 
 
-def test_a_guard_tries_again_after_one_two_four_minutes_and_at_least_each_hour():
+def test_a_guard_retries_after_1_2_4_minutes_and_at_least_each_hour():
     now = [0.0]
     guard, waits = Guard("capture", lambda: now[0]), []
     for _ in range(9):
@@ -73,7 +73,7 @@ def test_a_guard_tries_again_after_one_two_four_minutes_and_at_least_each_hour()
 
 
 @pytest.mark.parametrize("no", [False, 0, "false", "off"])
-def test_opt_out_is_kept_in_every_spelling(no):
+def test_opt_out_is_read_in_every_spelling(no):
     ticket = CapturePolicy(1.0).admit({"tide_capture": no}, supported=True)
     assert ticket.refusal == "opted_out"
 
@@ -127,7 +127,7 @@ def wire(tensors: dict[str, torch.Tensor]) -> dict:
 
 
 @pytest.mark.slow
-def test_an_engine_without_requests_still_shows_that_it_lives():
+def test_an_engine_without_requests_still_has_a_heartbeat():
     segment, ring = (
         WeightsSegment.create(1 << 16),
         RingWriter.create(make_spec(), 1 << 20),
@@ -136,10 +136,10 @@ def test_an_engine_without_requests_still_shows_that_it_lives():
     stager = Stager(segment, DraftContract(draft(), 4.0))
     stager.beat = ring.heartbeat
     try:
-        before = ring._segment.load(Word.PRODUCER_BEAT)
+        before = ring._segment.load(Atomic.PRODUCER_BEAT)
         stager.start()
         end = time.monotonic() + 5
-        while ring._segment.load(Word.PRODUCER_BEAT) == before:
+        while ring._segment.load(Atomic.PRODUCER_BEAT) == before:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert reader.producer_alive()
@@ -152,7 +152,7 @@ def test_an_engine_without_requests_still_shows_that_it_lives():
         segment.close()
 
 
-def test_stager_keeps_the_newest_good_one_and_counts_the_bad():
+def test_the_stager_has_the_newest_good_draft_and_counts_bad_ones():
     segment = WeightsSegment.create(1 << 16)
     try:
         stager = Stager(segment, DraftContract(draft(), 4.0))
@@ -178,7 +178,7 @@ def test_stager_keeps_the_newest_good_one_and_counts_the_bad():
 
 
 class Failing:
-    """Stands for vLLM's loader: fails when told to, remembers what it loaded."""
+    """Replaces vLLM's loader: fails on request, records what it loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[float] = []
@@ -220,7 +220,7 @@ def swapper(tmp_path, monkeypatch):
 
 
 @pytest.mark.vllm
-def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
+def test_a_failed_installation_restores_the_last_good_draft(swapper):
     made, loader, publish, writer = swapper
     sent = []
     assert made._tracing is None  # off unless an endpoint is configured
@@ -231,7 +231,7 @@ def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
     publish(2, 3.0)
     loader.failures = [True]
     made.install_ordered(2)
-    # Version 1 again, and the trainer is told.
+    # Version 1 again, which is reported to the trainer.
     assert (made.version, loader.loaded) == (1, [2.0, 2.0])
     assert made.stager.refused == {"install": 1}
     assert made.ready_version() == 0
@@ -245,13 +245,13 @@ def test_a_failed_installation_puts_the_last_good_draft_back(swapper):
 
 
 @pytest.mark.vllm
-def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
+def test_a_failed_first_installation_restores_the_checkpoint(swapper):
     made, loader, publish, _ = swapper
     publish(1, 2.0)
     loader.failures = [True]
     made.install_ordered(1)
     assert (made.version, loader.loaded) == (0, [1.0])
-    # And when even that fails, serving goes on and the counters say so.
+    # If even that fails, serving continues and the counters show it.
     publish(2, 2.0)
     loader.failures = [True, True]
     made.install_ordered(2)
@@ -259,21 +259,21 @@ def test_a_failed_first_installation_puts_the_checkpoint_back(swapper):
     assert made.version == 0
 
 
-def test_scheduler_orders_each_version_once_and_again_when_still_staged():
+def test_the_scheduler_orders_each_version_once_and_again_if_still_staged():
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     assert tide.control() is None
     tide.observe(None)
     tide.observe({"staged": 3})
     assert tide.control() == {"install": 3}
     assert tide.control() is None
-    # A rank did not hold it at that step: it is still staged, so it is ordered again.
+    # A rank did not have it at that step: it is still staged, so it is ordered again.
     tide.observe({"staged": 3})
     assert tide.control() == {"install": 3}
     tide.observe({"staged": 0, "swap_seconds": [0.1]})
     assert tide.control() is None
     assert tide.stats() == {
         "staged": 0,
-        "malformed_slo": 0,
+        "malformed_limits": 0,
         "swap_seconds": [0.1],
         "prefix_verified": {},
         "prefix_accepted": {},
@@ -282,26 +282,26 @@ def test_scheduler_orders_each_version_once_and_again_when_still_staged():
     assert tide.stats() is None
 
 
-def test_accepted_tokens_of_a_step_are_counted_once_by_the_requests_length():
+def test_accepted_tokens_of_a_step_count_once_by_the_requests_length():
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     short, long = SimpleNamespace(num_tokens=1023), SimpleNamespace(num_tokens=1024)
     longest = SimpleNamespace(num_tokens=1 << 20)
     for request, accepted in ((short, 0), (short, 3), (short, 3), (long, 2)):
         tide.verified(request, 3, accepted)
-    told = []
+    reports = []
     for more in (), ((longest, 1),), ():
         for request, accepted in more:
             tide.verified(request, 3, accepted)
         tide.observe({"staged": 0})
-        told.append(tide.stats())
-    # What is said once is not said again: it is added up as it comes.
-    assert [one["step_accepted"] for one in told] == [
+        reports.append(tide.stats())
+    # A reported value is not reported again: values are added up as they come.
+    assert [one["step_accepted"] for one in reports] == [
         {"0-1k": {0: 1, 3: 2}, "1k-4k": {2: 1}},
         {"64k-": {1: 1}},
         {},
     ]
     made = TideProm({0: ["m", "0"]})
-    for one in told:
+    for one in reports:
         made.observe(one)
     name = "vllm_tide:step_accepted_tokens"
     assert sample(f"{name}_sum", context="0-1k") == 6
@@ -311,24 +311,24 @@ def test_accepted_tokens_of_a_step_are_counted_once_by_the_requests_length():
     assert sample(f"{name}_bucket", context="64k-", le="0.0") == 0
 
 
-def test_drafts_that_came_with_a_report_are_handed_out_once_and_never_as_a_number():
+def test_drafts_of_a_report_are_returned_once_and_never_as_a_number():
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
     drafts = (["a"], [[1, 2]])
     tide.observe({"staged": 0, "drafts": drafts})
     assert tide.take_drafts() is drafts and tide.take_drafts() is None
     assert "drafts" not in tide.stats()
     tide.observe({"drafts": drafts})
-    tide.observe(None)  # a step of which nothing is known: vLLM asks the worker
+    tide.observe(None)  # a step without a report: vLLM calls the worker
     assert tide.take_drafts() is None
 
 
 def test_several_api_servers_count_every_step_once():
-    """Each report goes to one of them, and Prometheus adds up what they have."""
+    """Each report goes to one of them, and Prometheus adds up their counters."""
     tide = SchedulerTide(3, idle_scheduler(), TideConfig())
-    told = [{"rows": 10, "dropped": {"ring_full": 1}}]
-    told += [{"rows": 30, "dropped": {"ring_full": 1, "salted": 2}}, {"rows": 31}]
+    sent = [{"rows": 10, "dropped": {"ring_full": 1}}]
+    sent += [{"rows": 30, "dropped": {"ring_full": 1, "salted": 2}}, {"rows": 31}]
     reports = []
-    for totals in told:
+    for totals in sent:
         tide.observe({"staged": 0, **totals})
         reports.append(tide.stats())
     assert [report["rows"] for report in reports] == [10, 20, 1]
@@ -336,7 +336,7 @@ def test_several_api_servers_count_every_step_once():
     assert reports[1]["dropped"] == {"ring_full": 0, "salted": 2}
 
 
-def test_off_makes_nothing():
+def test_a_disabled_section_makes_nothing():
     class Plain:
         tide = None
 
@@ -374,7 +374,7 @@ def test_totals_become_counters_and_a_restart_counts_on():
     assert sample("vllm_tide:captured_rows_total") == 0
 
 
-def test_children_are_started_on_the_cores_that_the_operator_gave():
+def test_children_start_on_the_operators_cores():
     given = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(given)})
@@ -390,24 +390,24 @@ import os, sys, threading
 from vllm_tide.engine.trainer_process import free_cores, given_cores
 
 given = sorted(os.sched_getaffinity(0))
-said, done = threading.Event(), threading.Event()
+bound, done = threading.Event(), threading.Event()
 
 def model(core):
     os.sched_setaffinity(0, {core})
-    said.set()
+    bound.set()
     done.wait()
 
 for core in given[: int(sys.argv[1])]:
-    said.clear()
+    bound.clear()
     threading.Thread(target=model, args=(core,)).start()
-    said.wait()
+    bound.wait()
 print(sorted(given_cores()) == given, sorted(free_cores(given_cores())))
 done.set()
 """
 
 
 @pytest.mark.slow
-def test_a_trainer_gets_the_cores_that_no_thread_of_the_engine_is_bound_to():
+def test_a_trainer_gets_the_cores_without_a_bound_engine_thread():
     given = sorted(os.sched_getaffinity(0))
 
     def free(bound: int) -> str:

@@ -1,7 +1,7 @@
 """A guide to the size of the package: lines, files, classes and constants.
 
-A number may fall in any commit. It may rise with a sentence in the commit's body that
-says for what. `python tests/test_size.py` prints today's numbers.
+A number may fall in any commit. It may rise if the commit's body gives the
+reason. `python tests/test_size.py` prints today's numbers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CONTROL_CONSTANTS = 40
 
 
 def package_of(path: Path) -> str:
-    """Return the first folder below the package, or "." for a module of its own."""
+    """Return the first folder below the package, or "." for its direct modules."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else "."
 
@@ -99,15 +99,15 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def attributes_per_class() -> dict[str, int]:
     """Return the number of attributes of each class that has more than allowed."""
-    found = {}
+    counts = {}
     for path in sources():
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.ClassDef):
                 number = len(attributes(node))
                 if number > MAX_ATTRIBUTES:
-                    found[f"{module}.{node.name}"] = number
-    return found
+                    counts[f"{module}.{node.name}"] = number
+    return counts
 
 
 def is_number(node: ast.expr | None) -> bool:

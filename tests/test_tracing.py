@@ -1,4 +1,4 @@
-"""Spans of rare events: sent where an endpoint is configured, and nothing otherwise."""
+"""Spans of rare events: sent only where an endpoint is configured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nothing_configured(monkeypatch):
 
 @pytest.fixture
 def collector():
-    """An OTLP collector over HTTP; the requests it got."""
+    """An OTLP collector over HTTP; the received requests."""
     got: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -96,11 +96,14 @@ def test_an_ending_process_has_sent_its_spans(collector, tmp_path, monkeypatch):
     assert (cycle.name, publish.name) == ("vllm_tide.cycle", "vllm_tide.publish")
     assert cycle.end_time_unix_nano - cycle.start_time_unix_nano == 1_500_000_000
     assert publish.end_time_unix_nano == publish.start_time_unix_nano > began
-    told = {
+    attributes = {
         item.key.removeprefix("vllm_tide."): item.value for item in cycle.attributes
     }
-    assert set(told) == {"cycle", "seconds", "publish", "reason"}  # no null
-    assert (told["cycle"].int_value, told["publish"].bool_value) == (3, True)
+    assert set(attributes) == {"cycle", "seconds", "publish", "reason"}  # no null
+    assert (attributes["cycle"].int_value, attributes["publish"].bool_value) == (
+        3,
+        True,
+    )
 
 
 def test_a_span_that_fails_costs_nothing(tmp_path):
@@ -113,7 +116,7 @@ def test_a_span_that_fails_costs_nothing(tmp_path):
     assert len(Path(log.path).read_text().splitlines()) == 1
 
 
-def test_a_wrong_protocol_is_said_once_and_nothing_is_sent(monkeypatch, caplog):
+def test_a_wrong_protocol_is_logged_once_and_nothing_is_sent(monkeypatch, caplog):
     monkeypatch.setenv(VARIABLES[1], "localhost:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke-signals")
     assert tracing.open_tracing("engine") is None

@@ -28,7 +28,7 @@ def make_tokenizer(path: Path) -> None:
 
 
 def make_target(path: Path, seed: int = 0) -> Path:
-    """A random Llama whose greedy text varies (weights larger than usual)."""
+    """A random Llama with varied greedy text (weights larger than usual)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=HIDDEN,

@@ -1,4 +1,4 @@
-"""`python -m vllm_tide`: the same as the `vllm-tide` command."""
+"""Entry point of `python -m vllm_tide`, equal to the `vllm-tide` command."""
 
 import sys
 

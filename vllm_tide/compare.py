@@ -1,8 +1,8 @@
-"""Compare two ways to serve the same traffic: `vllm-tide compare A B`.
+"""Comparison of two configurations on the same traffic: `vllm-tide compare A B`.
 
-Reads what `vllm bench serve --save-result --save-detailed` writes. Intervals are of 95%
-and over files (Welch), as requests of one run share what made it fast or slow: with
-one file a side there is neither interval nor verdict.
+Reads result files of `vllm bench serve --save-result --save-detailed`. Intervals are
+95% Welch intervals over files, because requests of one run are not independent. With
+one file per side there is neither interval nor verdict.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from vllm_tide.config import ConfigError
 
-# Student's t that 2.5% exceed, by degrees of freedom; the last for more of them.
+# 97.5% quantiles of Student's t by degrees of freedom; the last one from 8 on.
 _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
 SETTINGS = ("model_id", "request_rate", "max_concurrency")  # equal in all files
-PROMPTS = 0.1  # share by which the mean length of both sides' prompts may differ
+PROMPTS = 0.1  # largest relative difference of the mean prompt lengths of both sides
 FAILED = 0.01  # share of failed requests of a side above which there is no verdict
 RATE, TPOT = "output tokens/s", "TPOT, median (ms)"
 
@@ -30,11 +30,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One file.
+    """Contents of one result file.
 
     Attributes:
-        figures: By name, in the order of the table.
-        texts: Prompt length and output by request, where it was served and kept.
+        figures: Values by name, in the order of the table.
+        texts: Prompt length and output by request, if it was served and saved.
     """
 
     figures: Mapping[str, float]
@@ -46,18 +46,18 @@ class Run:
 
 
 def read_side(side: Path) -> list[Run]:
-    """Read the runs of a side, a file or a folder of JSON.
+    """Read the runs of a side, from a file or a folder of JSON files.
 
     Raises:
-        ConfigError: A file is missing or is no result, or a run is there twice.
+        ConfigError: A file is missing or not a result file, or a run occurs twice.
     """
     paths = sorted(side.glob("*.json")) if side.is_dir() else [side]
     if not paths:
-        raise ConfigError(f"{side}: no JSON file there.")
+        raise ConfigError(f"{side}: contains no JSON file.")
     runs = list(map(read, paths))
     for i, run in enumerate(runs):
         if run in runs[:i]:
-            raise ConfigError(f"{paths[i]}: the same run is there twice; give it once.")
+            raise ConfigError(f"{paths[i]}: duplicate of another run; give it once.")
     return runs
 
 
@@ -65,7 +65,7 @@ def read(path: Path) -> Run:
     """Read one file.
 
     Raises:
-        ConfigError: It is missing, is no result or has a wrong number.
+        ConfigError: It is missing, not a result file, or has an invalid number.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -78,8 +78,8 @@ def read(path: Path) -> Run:
         raise ConfigError(f"{path}: {error}") from None
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
         raise ConfigError(
-            f"{path}: has no times of its requests; give what `vllm bench serve "
-            "--save-result --save-detailed` writes."
+            f"{path}: has no times of its requests; give a result file of `vllm bench "
+            "serve --save-result --save-detailed`."
         ) from None
 
 
@@ -100,13 +100,13 @@ def _run_of(content: Any) -> Run:
 
     tokens, prompts = column("output_lens"), column("input_lens")
     if not tokens.sum():
-        raise ConfigError("no request in it was served.")
+        raise ConfigError("no request was served.")
     several = tokens > 1  # one token has no time per output token
     tpot = 1e3 * column("itls", math.fsum)[several] / (tokens[several] - 1)
     duration = _number(content["duration"], "duration", 1e-9)
     figures = {RATE: float(tokens.sum()) / duration}
     for label, times in (("TPOT", tpot), ("TTFT", 1e3 * column("ttfts"))):
-        if times.any():  # they are 0 where a server does not stream
+        if times.any():  # all 0 for a server that does not stream
             figures[f"{label}, median (ms)"] = float(np.median(times))
             figures[f"{label}, P99 (ms)"] = float(np.quantile(times, 0.99))
     if (length := content.get("spec_decode_acceptance_length")) is not None:
@@ -125,12 +125,12 @@ def _run_of(content: Any) -> Run:
 
 
 def compare(a: Sequence[Run], b: Sequence[Run], names: tuple[str, str]) -> Json:
-    """Compare two sides that are called `names`; what `--json` writes.
+    """Compare two sides with the given names; return the document of `--json`.
 
     A figure has the means of both sides over their files (`a`, `b`), the `ratio` of
-    geometric means, its interval (`low`, `high`) and a `verdict`: 1: b is better, -1:
-    worse, 0: undecided. `identical` are requests with equal outputs and all that both
-    sides served; None: outputs were not kept, or the requests differ.
+    geometric means, its interval (`low`, `high`) and a `verdict`: 1 if b is better, -1
+    if worse, 0 if undecided. `identical` is the number of requests with equal outputs
+    and of all common requests; None without outputs, or if the requests differ.
     """
     figures = [
         _figure(name, *([run.figures[name] for run in side] for side in (a, b)))
@@ -176,7 +176,7 @@ def _interval(figure: Json) -> str:
 
 
 def _identical(a: Sequence[Run], b: Sequence[Run]) -> tuple[int, int] | None:
-    """Count equal outputs of the same requests, file by file."""
+    """Count equal outputs of common requests, file by file."""
     equal: list[bool] = []
     for x, y in zip(a, b, strict=False):
         pairs = [(x.texts[i], y.texts[i]) for i in x.texts.keys() & y.texts.keys()]
@@ -188,7 +188,7 @@ def _identical(a: Sequence[Run], b: Sequence[Run]) -> tuple[int, int] | None:
 
 
 def _objection(a: Sequence[Run], b: Sequence[Run]) -> str | None:
-    """Return why these files cannot decide, if so."""
+    """Return the reason why these files give no verdict, or None."""
     differ = []
     for name in SETTINGS:
         values = {run.settings[name] for run in (*a, *b)}
@@ -198,20 +198,20 @@ def _objection(a: Sequence[Run], b: Sequence[Run]) -> str | None:
     if high > (1 + PROMPTS) * low:
         differ.append(f"mean length of prompts ({low:.0f} and {high:.0f} tokens)")
     if differ:
-        return f"no verdict, as their settings differ: {', '.join(differ)}"
+        return f"no verdict, because their settings differ: {', '.join(differ)}"
     for side in (a, b):
         failed = sum(run.failed for run in side)
         if failed > FAILED * (failed + sum(run.served for run in side)):
-            return f"no verdict, as more than {FAILED:.0%} of a side's requests failed"
+            return f"no verdict: more than {FAILED:.0%} of a side's requests failed"
     if min(len(a), len(b)) < 2:
-        return "one result cannot tell them apart; give a folder of two or more each"
+        return "no verdict from one result; give a folder of two or more per side"
     return None
 
 
 def _verdict(
     names: tuple[str, str], figures: Sequence[Json], objection: str | None
 ) -> str:
-    """Return one sentence: by throughput, else by TPOT where throughput agrees."""
+    """Return a sentence: decided by throughput, else by TPOT if both agree."""
     rate, a, b = figures[0], *names
     time = next((f for f in figures if f["name"] == TPOT), None)
     sentence = f"{b} serves {rate['ratio']:.2f} times the tokens/s of {a}"
@@ -223,12 +223,12 @@ def _verdict(
         decided = decided or time["verdict"]
         if time["verdict"] * (rate["ratio"] - 1.0) < 0:
             decided = 0
-    advice = {1: f"use {b}", -1: f"keep {a}", 0: "these runs cannot tell them apart"}
+    advice = {1: f"use {b}", -1: f"keep {a}", 0: "these runs are inconclusive"}
     return f"{sentence}: {objection or advice[decided]}."
 
 
 def lines(result: Json) -> Iterator[str]:
-    """Yield the text for a terminal, the verdict first."""
+    """Yield the lines for a terminal, the verdict first."""
     yield f"{result['verdict']}\n"
     a, b = result["names"]
     width = max(map(len, (a, b, "123,456.78")))

@@ -1,7 +1,7 @@
-"""The `tide` section of what is given to `--speculative-config`.
+"""Schema of the `tide` section of `--speculative-config`.
 
-One strict tree: a default is written once, here; an unknown key is an error that
-says what was probably meant. Runs in every process; imports neither torch nor vLLM.
+It contains all defaults. An unknown key is an error that suggests the closest known
+key. Used in every process; imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "disca
 
 
 class ConfigError(ValueError):
-    """A knob has a wrong value; the message names the knob and what to do."""
+    """Invalid value of a knob; the message names the knob and the remedy."""
 
 
 def _whole(value: Any) -> Any:
-    """An integral float as an int: some writers of JSON know no other numbers."""
+    """Convert an integral float to int, because some JSON writers emit floats only."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -44,7 +44,7 @@ _YAML_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 def _absolute(path: str) -> str:
     if not os.path.isabs(path):
         raise ValueError(
-            "must be an absolute path, as each process has a folder it is relative to"
+            "must be an absolute path, because processes have different folders"
         )
     return path
 
@@ -53,7 +53,7 @@ _CREDENTIALS = re.compile(r"(?<=://)([^/\s]*:\S*|[^/\s]*)@|\?\S+")
 
 
 def without_credentials(text: str) -> str:
-    """A URL, or a sentence with one, without user, password and query."""
+    """Remove user, password and query from URLs in a text."""
     return _CREDENTIALS.sub("", text)
 
 
@@ -62,7 +62,7 @@ class _Section(BaseModel):
 
 
 class CaptureConfig(_Section):
-    """Rows that the engine copies out of live traffic, and how many."""
+    """Capture of live traffic's rows in the engine."""
 
     enabled: bool = Field(True, description="Copy rows of live traffic to the ring.")
     sample_rate: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -70,19 +70,17 @@ class CaptureConfig(_Section):
     )
     consent: Annotated[Literal["opt_out", "opt_in", "off"], _YAML_OFF] = Field(
         "opt_out",
-        description="Who is captured: `opt_out` all but requests with vllm_xargs "
-        "tide_capture false; `opt_in` only those with tide_capture true; `off` nobody.",
+        description="Captured requests: `opt_out` all but those with vllm_xargs "
+        "tide_capture false; `opt_in` only those with tide_capture true; `off` none.",
     )
-    salted: bool = Field(
-        False, description="Capture requests with a cache_salt too, though kept apart."
-    )
+    salted: bool = Field(False, description="Capture requests with a cache_salt too.")
     teacher: Literal["hidden", "topk"] = Field(
         "hidden",
         description="Teacher stored with each row: the final hidden state, or the "
         "top-k log-probabilities with a tail bucket.",
     )
     teacher_topk: Annotated[Whole, Field(ge=1, le=1024)] = Field(
-        64, description="Log-probabilities of a top-k teacher (1 to 1024; at most all)."
+        64, description="Log-probabilities per row of a top-k teacher (1 to 1024)."
     )
     ring_mib: Annotated[Whole, Field(ge=1, le=65536)] = Field(
         256, description="Size of the shared-memory ring (MiB)."
@@ -100,16 +98,16 @@ class TrainConfig(_Section):
     )
     gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Largest share of time that the trainer keeps its GPU busy (0 to "
-        "1); null: 0.1 on a GPU that also serves, else 1.",
+        description="Largest share of time in which the trainer uses its GPU (0 to 1); "
+        "null: 0.1 on a GPU that also serves, else 1.",
     )
     cpus: list[Annotated[Whole, Field(ge=0)]] | None = Field(
         None,
-        description="CPU cores the trainer is pinned to; null: where it is started, "
-        "with the server on the cores that the engine's threads are not bound to.",
+        description="CPU cores of the trainer; null: all, or, if a server starts it, "
+        "the cores that no engine thread is bound to.",
     )
     nice: Annotated[Whole, Field(ge=0, le=19)] = Field(
-        10, description="Niceness of the trainer (0 to 19): at 10 it needs idle cores."
+        10, description="Niceness of the trainer (0 to 19); 10 needs idle cores."
     )
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         1e-3, description="Peak learning rate of AdamW."
@@ -125,39 +123,41 @@ class TrainConfig(_Section):
     )
     steps_per_cycle: Annotated[Whole, Field(ge=1)] = Field(
         32,
-        description="Optimizer steps between two evaluations, at most; on a slow "
-        "device as many as 20 seconds take, 4 at least.",
+        description="Most optimizer steps between two evaluations; on a slow device as "
+        "many as fit in 20 seconds, at least 4.",
     )
     max_passes: Annotated[Whole, Field(ge=1)] = Field(
         8,
-        description="How often a document is trained on, at most, and no more than 4 "
-        "times in one cycle: what is learnt by heart can be asked for.",
+        description="Most training passes over a document, and at most 4 in one cycle: "
+        "memorized text could be extracted from the draft.",
     )
     buffer_tokens: Annotated[Whole, Field(ge=1024)] = Field(
-        131072, description="Captured tokens kept for training, newest first (tokens)."
+        131072,
+        description="Size of the training buffer; the newest rows stay (tokens).",
     )
     max_age_s: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="Age at which a captured request is forgotten, held-out ones too "
-        "(seconds); null keeps it until newer ones take its place.",
+        description="Age at which a captured request is deleted, held-out ones too "
+        "(seconds); null: when newer ones replace it.",
     )
     holdout_share: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.1, description="Share of requests held out for evaluation (0 to 0.5)."
     )
     min_gain: Annotated[float, Field(ge=0)] = Field(
-        0.01, description="Smallest published gain in acceptance length (tokens)."
+        0.01, description="Smallest gain in acceptance length to publish (tokens)."
     )
     loss: dict[LossTerm, Annotated[float, Field(ge=0)]] = Field(
         {"forward_kl": 1.0},
         description="Weight of each loss term: forward_kl, reverse_kl, next_token, "
         "lk_hybrid on committed rows; discard (top-k filtered KL) on rejected "
-        "branches, which are trained on only when it is named.",
+        "branches, which are not used without it.",
         min_length=1,
     )
     attention: Literal["auto", "packed", "flex", "xformers"] = Field(
         "auto",
-        description="Attention of the trainer: `packed` is our own and runs anywhere; "
-        "`flex` is Torch's FlexAttention, `xformers` its block-diagonal biases.",
+        description="Attention of the trainer: `packed`, of this package, runs on all "
+        "devices; `flex` is Torch's FlexAttention; `xformers` is xFormers with "
+        "block-diagonal biases.",
     )
     tenant_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
@@ -166,72 +166,72 @@ class TrainConfig(_Section):
     )
     state_dir: str | None = Field(
         None,
-        description="Where the last good draft, checkpoints, the tenants' key and "
-        "switches are kept; null: `heads` in the run directory, key and switches in "
-        "the user's state one.",
+        description="Directory of the last good draft, checkpoints, tenant key and "
+        "switches; null: a folder of the run directory, and the user's state directory "
+        "for key and switches.",
     )
     checkpoint_cycles: Annotated[Whole, Field(ge=0)] = Field(
-        0, description="Cycles between two checkpoints of the trainer; 0 writes none."
+        0, description="Cycles between two checkpoints of the trainer; 0: none."
     )
     metrics_port: Annotated[Whole, Field(ge=0, le=65535)] = Field(
-        0, description="Port of the trainer's own /metrics; 0 opens none."
+        0, description="Port of the trainer's /metrics; 0: none."
     )
     metrics_host: Annotated[str, Field(min_length=1)] = Field(
-        "127.0.0.1", description="Its address; 0.0.0.0 shows it to other machines."
+        "127.0.0.1", description="Address of this port; 0.0.0.0: all interfaces."
     )
 
 
 class ScheduleConfig(_Section):
-    """When the trainer collects and trains (TIDE, algorithm 1)."""
+    """Times at which the trainer collects and trains (TIDE, algorithm 1)."""
 
     mode: Literal["always", "tide"] = Field(
         "always",
-        description="`always` trains whenever there is new data; `tide` is the paper's "
+        description="`always` trains whenever new data exists; `tide` is the paper's "
         "gate with one global average.",
     )
 
 
 class DeployConfig(_Section):
-    """When a better draft is published, and when it is taken back."""
+    """Publication of a better draft, and rollback."""
 
     canary: bool = Field(
         True,
-        description="Compare served speed after a swap with that before; go back to "
-        "the draft before when it fell.",
+        description="Compare served speed before and after a swap; roll back to the "
+        "previous draft if it fell.",
     )
     canary_requests: Annotated[Whole, Field(ge=2)] = Field(
-        48, description="Requests begun after the swap that decide, at most."
+        48, description="Most requests after a swap that the canary evaluates."
     )
     min_requests: Annotated[Whole, Field(ge=0)] = Field(
-        0, description="Requests between two publications, at least."
+        0, description="Fewest requests between two publications."
     )
     min_seconds: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Seconds between two publications, at least."
+        0.0, description="Shortest time between two publications (seconds)."
     )
 
 
 class FreshConfig(_Section):
-    """The draft built for `"model": "fresh"`."""
+    """Draft that is built for `"model": "fresh"`."""
 
     draft_vocab_size: Annotated[Whole, Field(ge=64)] | None = Field(
         None,
-        description="Tokens of the draft; null: 4096 where a CPU trains it, 32768 on a "
-        "GPU, at most the target's.",
+        description="Vocabulary of the draft (tokens); null: 4096 if trained on a CPU, "
+        "32768 on a GPU, at most the target's.",
     )
 
 
 class SpoolConfig(_Section):
-    """Records and drafts through storage, for engines and trainers on two hosts."""
+    """Exchange of records and drafts through storage, between two hosts."""
 
-    # It is printed, dumped and announced without the credentials that it may have.
+    # Printed, dumped and written to manifests without credentials.
     url: Annotated[str, PlainSerializer(without_credentials)] | None = Field(
         None,
         repr=False,
-        description="Directory or fsspec URL that both hosts share, its credentials in "
-        "fsspec's own configuration; null: none.",
+        description="Directory or fsspec URL shared by both hosts, with credentials in "
+        "fsspec's configuration; null: no spool.",
     )
     max_gib: Annotated[float, Field(gt=0)] = Field(
-        8.0, description="Records kept in the spool, oldest removed first (GiB)."
+        8.0, description="Most records in the spool; the oldest are removed (GiB)."
     )
     max_age_s: Annotated[float, Field(gt=0)] = Field(
         86400.0, description="Age at which a shard of records is removed (seconds)."
@@ -239,23 +239,23 @@ class SpoolConfig(_Section):
 
 
 class ControlConfig(_Section):
-    """Choice of how many tokens are drafted and verified, request by request."""
+    """Number of tokens that are drafted and verified, for each request."""
 
     policy: Literal["static", "adaspec", "threshold"] = Field(
         "adaspec",
-        description="Who chooses the speculative length: `static` always drafts "
+        description="Policy of the speculative length: `static` always drafts "
         "num_speculative_tokens; `adaspec` maximises expected tokens per second from "
-        "the draft's confidence and measured times; `threshold` stops drafting when "
-        "the mean confidence falls.",
+        "the draft's confidence and measured times; `threshold` stops drafting if "
+        "the mean confidence is low.",
     )
     slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Limit of a request's time per output token (ms)."
+        None, description="Limit of each request's time per output token (ms)."
     )
     client_slo_tpot_ms: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="Least limit that a request may bring (ms, tide_slo_tpot_ms), "
-        "smaller ones are raised to it; null: requests bring none. They cost a batch a "
-        "tenth of its tokens per second at most (adaspec only).",
+        description="Smallest limit that a request may set (ms, tide_slo_tpot_ms); "
+        "smaller ones are raised to it; null: requests cannot set limits. They reduce "
+        "a batch's tokens per second by at most a tenth (adaspec only).",
     )
     min_gain: Annotated[float, Field(ge=0, le=10)] = Field(
         0.02,
@@ -263,38 +263,38 @@ class ControlConfig(_Section):
     )
     probe_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         0.005,
-        description="Share of time that exploration may lose: while drafting is off, "
-        "to see whether it would pay again; while on, to measure steps without drafts; "
-        "and a quarter of it more to verify tokens that do not pay (0: none of it).",
+        description="Share of time that exploration may cost: drafting while it is "
+        "off, and steps without drafts while it is on. Verifying tokens without an "
+        "expected gain may cost a quarter of it more (0: no exploration).",
     )
     verify: bool = Field(
-        True, description="Leave out drafted tokens whose verification does not pay."
+        True, description="Do not verify drafted tokens without an expected gain."
     )
 
 
 class TestTimeConfig(_Section):
-    """Adaptation inside one generation."""
+    """Adaptation during the generation of a request."""
 
-    __test__ = False  # to pytest
+    __test__ = False  # not a pytest class
 
     memory: Annotated[Literal["off", "ngram"], _YAML_OFF] = Field(
         "off",
-        description="Draft from the request's own text where that has been right more "
-        "often than the draft: `ngram` looks its last tokens up (greedy drafts).",
+        description="Draft from the request's own text where its acceptance is higher: "
+        "`ngram` is prompt lookup of the last tokens (greedy drafts).",
     )
     adapt: Annotated[Literal["off", "shared", "exact"], _YAML_OFF] = Field(
         "off",
-        description="Train a fast draft on requests while they run: `shared` one of "
-        "all long ones, served while it is better; `exact` one request at a time, as "
-        "Test-Time Speculation does. What it learns of a request is served to all.",
+        description="Train a fast draft on running requests: `shared` one draft on all "
+        "long requests, served while it is better; `exact` on one request at a time, "
+        "as in Test-Time Speculation. The fast draft serves all requests.",
     )
     stride: Annotated[Whole, Field(ge=1)] | None = Field(
         None,
-        description="New tokens of all long requests between two of its steps, with "
-        "`exact` verify steps; null: 64 and 10.",
+        description="New tokens of all long requests per optimizer step of the fast "
+        "draft (`exact`: verify steps); null: 64 (`exact`: 10).",
     )
     min_tokens: Annotated[Whole, Field(ge=0)] = Field(
-        256, description="Generated tokens from which on a request is long (tokens)."
+        256, description="Generated tokens from which a request is long (tokens)."
     )
 
 
@@ -311,7 +311,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "control": _NO_LEARNING | {"capture": {"enabled": False}},
     "learn": {"control": {"policy": "static"}},
 }
-"""Defaults of each `tide.preset`, section by section, where others than `full`'s."""
+"""Defaults of each `tide.preset` by section, where they differ from `full`."""
 
 
 class TideConfig(_Section):
@@ -319,14 +319,14 @@ class TideConfig(_Section):
 
     preset: Literal["full", "observe", "control", "learn"] = Field(
         "full",
-        description="Which defaults the other knobs have: `full` all parts; `observe` "
-        "capture and reports only; `control` no capture and no learning; `learn` "
-        "everything at a static length.",
+        description="Defaults of the other knobs: `full` all parts; `observe` capture "
+        "and reports only; `control` no capture and no training; `learn` all parts "
+        "with a static length.",
     )
     run_dir: Annotated[str, AfterValidator(_absolute)] | None = Field(
         None,
-        description="Directory (absolute, mode 0700) where server and trainer meet; "
-        "null means $TIDE_RUN_DIR, else a per-user directory.",
+        description="Directory (absolute, mode 0700) shared by server and trainer; "
+        "null: $TIDE_RUN_DIR, else a per-user directory.",
     )
     capture: CaptureConfig = CaptureConfig.model_validate({})
     train: TrainConfig = TrainConfig.model_validate({})
@@ -348,63 +348,63 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
         if field is None:
             return []
         root = field.annotation
-    if get_origin(root) is dict:  # its keys are named by a Literal
+    if get_origin(root) is dict:  # with a Literal of its keys
         return list(get_args(get_args(root)[0]))
     return list(getattr(root, "model_fields", {}))
 
 
-_WORDS = {
-    "string_pattern_mismatch": "must be {words}",
+_MESSAGES = {
+    "string_pattern_mismatch": "must be {pattern_text}",
     "too_short": "must have at least {min_length} entry",
     "value_error": "{error}",
 }
-"""Sentences in the place of pydantic's own, by its type of error."""
+"""Messages that replace pydantic's, by its type of error."""
 _PATTERNS = {DEVICE: "cpu, cuda or cuda:N", PRINTABLE: "printable ASCII"}
 
 
 def explained(error: ValidationError, model: Any) -> Iterator[str]:
-    """A sentence for each of pydantic's errors about a model."""
+    """Yield a sentence for each of pydantic's errors about a model."""
     start = "tide." if model is TideConfig else ""
-    for found in error.errors():
-        loc = tuple(part for part in found["loc"] if part != "[key]")
+    for one in error.errors():
+        loc = tuple(part for part in one["loc"] if part != "[key]")
         knob = start + ".".join(map(str, loc))
-        facts = found.get("ctx", {})
-        facts["words"] = _PATTERNS.get(facts.get("pattern", ""))
-        text = _WORDS.get(found["type"], "{msg}").format(msg=found["msg"], **facts)
-        said = f"{text}, got {found.get('input')!r:.200}."
-        if found["type"] == "missing":
-            said = "missing."
-        if found["type"] == "extra_forbidden" or len(loc) < len(found["loc"]):
+        facts = one.get("ctx", {})
+        facts["pattern_text"] = _PATTERNS.get(facts.get("pattern", ""))
+        text = _MESSAGES.get(one["type"], "{msg}").format(msg=one["msg"], **facts)
+        message = f"{text}, got {one.get('input')!r:.200}."
+        if one["type"] == "missing":
+            message = "missing."
+        if one["type"] == "extra_forbidden" or len(loc) < len(one["loc"]):
             known = _known_keys(model, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1)
             names = ", ".join(known)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {names}."
-            said = f"unknown key; {hint}"
-        yield f"{knob}: {said}"
+            message = f"unknown key; {hint}"
+        yield f"{knob}: {message}"
 
 
-def _why_not_adapt(tide: TideConfig) -> str:
-    """Why running requests cannot be trained on; empty where nothing is against it."""
+def _adapt_conflict(tide: TideConfig) -> str:
+    """Return the knob that conflicts with `test_time.adapt`; empty if none does."""
     how, back = tide.test_time.adapt, "or set tide.test_time.adapt to 'off'."
     if how == "off":
         return ""
     capture = tide.capture
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
         return (
-            f"{how!r} trains on rows of running requests, of which none is captured; "
+            f"{how!r} trains on rows of running requests, but none are captured; "
             f"change tide.capture.enabled, consent or sample_rate, {back}"
         )
     if not tide.swap.enabled:
         return f"{how!r} swaps drafts; set tide.swap.enabled to true, {back}"
     if tide.spool.url is not None:
         return (
-            f"{how!r} needs rows within a second, and a spool takes longer; run the "
+            f"{how!r} needs rows within a second, but a spool is slower; run the "
             f"trainer on the engine's host and set tide.spool.url to null, {back}"
         )
     if tide.schedule.mode != "always":
         return (
-            f"{how!r} needs rows at any time, which tide.schedule.mode "
-            f"{tide.schedule.mode!r} pauses; set that to 'always', {back}"
+            f"{how!r} needs rows at all times, but tide.schedule.mode "
+            f"{tide.schedule.mode!r} pauses them; set it to 'always', {back}"
         )
     return ""
 
@@ -413,7 +413,7 @@ def parse_tide(section: Any) -> TideConfig:
     """Validate a `tide` section.
 
     Raises:
-        ConfigError: A line for each mistake, a sentence naming the knob.
+        ConfigError: One line per error, each with the name of the knob.
     """
     if not isinstance(section, dict):
         kind = type(section).__name__
@@ -426,12 +426,12 @@ def parse_tide(section: Any) -> TideConfig:
         tide = TideConfig.model_validate(section)
     except ValidationError as error:
         raise ConfigError("\n".join(explained(error, TideConfig))) from None
-    if why := _why_not_adapt(tide):
-        raise ConfigError(f"tide.test_time.adapt: {why}")
+    if conflict := _adapt_conflict(tide):
+        raise ConfigError(f"tide.test_time.adapt: {conflict}")
     return tide
 
 
-def trainer_wanted(config: TideConfig) -> bool:
-    """True if a server with this configuration starts a trainer, or a relay."""
+def starts_trainer(config: TideConfig) -> bool:
+    """Return whether a server with this configuration starts a trainer or relay."""
     trains = config.train.autostart and config.capture.enabled
     return trains or config.spool.url is not None

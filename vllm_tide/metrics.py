@@ -1,8 +1,8 @@
-"""Every metric of servers and trainers, declared once.
+"""Declarations of all metrics of servers and trainers.
 
-Prefix `vllm_tide:`: vLLM unregisters every collector named `vllm:` when a logger is
-made. Counters are totals; a ratio is the reader's business. `TideProm` runs in the API
-servers; the trainer's page is in `sidecar/report.py`.
+The prefix is `vllm_tide:`, because vLLM unregisters every collector with `vllm:` when
+it creates a logger. Counters are totals; ratios are left to queries. `TideProm` runs in
+the API servers; the trainer's page is in `sidecar/report.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Metric(NamedTuple):
 
     Attributes:
         kind: A counter's samples end in `_total`.
-        source: Key of the engine's report, or field of `TrainerStatus`; a key of that
-            field follows after a dot.
-        label: Label beside `LABELS` or `TRAINER_LABELS`; the source is a dictionary.
-            For a histogram of dictionaries: how often each number was observed.
+        source: Key of the engine's report, or field of `TrainerStatus`, optionally with
+            a dot and a key of that field.
+        label: Label in addition to `LABELS` or `TRAINER_LABELS`; the source is then a
+            dictionary by label; for a histogram, of counts by observed value.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -62,25 +62,24 @@ ENGINE = (
     _counter("drafted_tokens", "Tokens drafted."),
     _counter("verified_tokens", "Drafted tokens sent to verification."),
     _counter("accepted_tokens", "Verified tokens accepted."),
-    _counter("trimmed_tokens", "Drafted tokens left out of verification."),
+    _counter("trimmed_tokens", "Drafted tokens not sent to verification."),
     _counter(
         "memory_proposals",
         "Verified proposals of the memory (tide.test_time.memory): one per request "
-        "and verify step. vLLM's counters of drafts include them, the other ones here "
-        "do not.",
+        "and verify step. vLLM's counters of drafts include them; other vllm_tide "
+        "counters do not.",
     ),
     _counter(
         "memory_accepted_tokens", "Accepted tokens of verified proposals of the memory."
     ),
     _counter(
         "exploration_steps",
-        "Steps that explored: control drafted, or verified whole drafts, to measure "
-        "whether drafting pays.",
+        "Steps that drafted, or verified whole drafts, to measure their gain.",
     ),
     _counter(
-        "hole_tokens",
-        "Tokens missing from the draft's KV cache: drafting was off for longer than "
-        "the engine keeps their hidden states.",
+        "missing_draft_kv_tokens",
+        "Tokens missing from the draft's KV cache, because drafting was off for longer "
+        "than their hidden states are stored.",
     ),
     _counter(
         "slo_unreachable_steps",
@@ -89,54 +88,54 @@ ENGINE = (
     ),
     _counter(
         "plain_step_seconds",
-        "Predicted time of plain decoding for the tokens of measured steps (seconds; "
+        "Predicted time without drafts for the tokens of measured steps (seconds; "
         "adaspec only).",
     ),
     _counter(
         "step_seconds", "Measured time of the same steps (seconds; adaspec only)."
     ),
     _counter(
-        "malformed_slo",
+        "malformed_limits",
         "Requests with a tide_slo_tpot_ms that is not a positive number, or a "
         "tide_k_max that is not a speculative length.",
     ),
     _counter(
         "client_limits_dropped",
-        "Steps in which control dropped the TPOT limits of clients: they would have "
-        "cost the batch more than a tenth of its tokens per second.",
+        "Steps in which control ignored the TPOT limits of clients, which would have "
+        "reduced the batch's tokens per second by more than a tenth.",
     ),
     _counter(
         "dropped_rows",
         "Rows (requests for consent_off, unknown_key, opted_out, malformed_opt_out, "
         "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
-        "that were not captured, by reason; ids_only: only their token ids were; "
-        "paused: nothing was, capture is paused or off; over_budget, cut_short: the "
-        "trainer takes less.",
+        "that were not captured, by reason; ids_only: captured without hidden states; "
+        "paused: capture is paused or off; over_budget, cut_short: more than the "
+        "trainer reads.",
         "dropped",
         "reason",
     ),
     _counter(
         "refused_drafts", "Published drafts refused, by reason.", "refused", "reason"
     ),
-    _counter("faults", "Faults contained at the serving boundary.", label="reason"),
+    _counter("faults", "Exceptions of TIDE contained in serving.", label="reason"),
     _counter(
         "steps_without_drafts", "Steps without drafts, by reason.", label="reason"
     ),
     _counter("steps_by_depth", "Steps by draft depth (draft passes).", label="depth"),
     _counter(
         "slo_requests",
-        "Ended requests with a TPOT limit: met or missed, as measured in the engine.",
+        "Ended requests that met or missed a TPOT limit, measured in the engine.",
         label="outcome",
     ),
     _counter(
         "prefix_verified_tokens",
-        "Drafted tokens verified, by how much of the request's prompt was cached: "
-        "none, part (below half), most; part_old and most_old by an earlier draft.",
+        "Verified draft tokens by cached share of the request's prompt: none, part "
+        "(below half), most; part_old and most_old: cached with an earlier draft.",
         "prefix_verified",
         "prefix",
     ),
     _counter(
-        "prefix_accepted_tokens", "Accepted ones of these.", "prefix_accepted", "prefix"
+        "prefix_accepted_tokens", "Accepted ones of them.", "prefix_accepted", "prefix"
     ),
     Metric(
         "histogram",
@@ -149,10 +148,10 @@ ENGINE = (
     _gauge("draft_version", "Version of the live draft; 0 is the checkpoint's."),
     _gauge(
         "draft_installed_timestamp_seconds",
-        "Unix time since when the live draft serves (seconds); 0 until it is known.",
+        "Unix time of the live draft's installation (seconds); 0 if unknown.",
         "draft_installed_unix",
     ),
-    _gauge("ring_used_bytes", "Bytes in the ring not read yet."),
+    _gauge("ring_used_bytes", "Unread bytes in the ring."),
     _gauge("ring_capacity_bytes", "Size of the ring."),
     _gauge(
         "ring_consumer_alive", "1 while a trainer reads the ring.", "consumer_alive"
@@ -163,8 +162,8 @@ ENGINE = (
     ),
     _gauge(
         "control_suspended_seconds",
-        "Time until control restarts after a fault (seconds), without drafts until "
-        "then; 0 while it runs.",
+        "Time until control restarts after a fault, without drafts in between "
+        "(seconds); 0 while it runs.",
         "control_suspended_s",
     ),
     _gauge(
@@ -186,7 +185,7 @@ ENGINE = (
     Metric(
         "histogram",
         "swap_seconds",
-        "Time a swap held up the engine (seconds).",
+        "Time for which a swap blocked the engine (seconds).",
         "swap_seconds",
     ),
     _gauge("last_swap_seconds", "Duration of the newest swap (seconds)."),
@@ -197,18 +196,20 @@ TRAINER = (
     _counter("trainer_steps", "Optimizer steps.", "steps"),
     _counter("trainer_tokens", "Tokens trained on.", "train_tokens"),
     _counter("trainer_rows_read", "Rows read from the engines.", "rows_read"),
-    _counter("trainer_requests", "Served requests followed.", "requests"),
+    _counter("trainer_requests", "Requests in the rows read.", "requests"),
     _counter(
         "trainer_seconds",
         "Time in training cycles, evaluations included (seconds).",
         "training_seconds",
     ),
     _counter("trainer_publications", "Drafts published.", "publications"),
-    _counter("trainer_rollbacks", "Drafts taken back by the canary.", "rollbacks"),
-    _counter("trainer_refused", "Drafts that no engine took.", "refused_versions"),
+    _counter("trainer_rollbacks", "Rollbacks by the canary.", "rollbacks"),
+    _counter(
+        "trainer_refused_drafts", "Drafts rejected by engines.", "refused_versions"
+    ),
     _counter(
         "trainer_out_of_memory",
-        "Training cycles that the trainer's device had no memory for.",
+        "Training cycles that ran out of device memory.",
         "out_of_memory",
     ),
     _counter(
@@ -224,7 +225,7 @@ TRAINER = (
     ),
     _gauge(
         "trainer_holdout_acceptance_live",
-        "Held-out acceptance length of the draft served then (tokens).",
+        "Held-out acceptance length of the live draft at that time (tokens).",
         "holdout_acceptance_live",
     ),
     _gauge("trainer_published_version", "Newest draft published.", "published_version"),
@@ -240,33 +241,33 @@ TRAINER = (
     ),
     _gauge(
         "trainer_adaptation_gain",
-        "Acceptance length of the fast draft over its base on rows that it had not "
-        "learnt from (tokens; tide.test_time.adapt).",
+        "Gain in acceptance length of the fast draft over its base on rows before "
+        "training on them (tokens; tide.test_time.adapt).",
         "adaptation.gain",
     ),
     _gauge(
         "trainer_packing_waste_ratio",
-        "Share of batch rows that stayed empty (0 to 1).",
+        "Share of padding in batch rows (0 to 1).",
         "packing_waste",
     ),
     _gauge(
-        "trainer_collecting", "1 while engines send full rows.", "schedule.collecting"
+        "trainer_collecting", "1 while full rows are captured.", "schedule.collecting"
     ),
     _gauge(
-        "trainer_short_average",
-        "Short average of the accepted share of drafted tokens.",
+        "trainer_acceptance_short_average",
+        "Short-term average of the accepted share of drafted tokens.",
         "schedule.short",
     ),
     _gauge(
-        "trainer_long_average",
-        "Long average of the accepted share of drafted tokens.",
+        "trainer_acceptance_long_average",
+        "Long-term average of the accepted share of drafted tokens.",
         "schedule.long",
     ),
-    _counter("trainer_shifts", "Shifts of the traffic seen.", "schedule.shifts"),
-    _counter("trainer_pauses", "Times that training was paused.", "schedule.pauses"),
+    _counter("trainer_shifts", "Detected shifts of traffic.", "schedule.shifts"),
+    _counter("trainer_pauses", "Pauses of training.", "schedule.pauses"),
     _gauge(
         "trainer_engine_version",
-        "Draft that each engine serves, in the trainer's numbers.",
+        "Draft version that each engine serves, in the trainer's numbering.",
         "engines.installed",
         "engine_id",
     ),
@@ -281,17 +282,17 @@ INFO = Metric(
     "info",
 )
 
-# There is no sample before there is a value.
+# Metrics without a sample before the first value.
 ABSENT_AT_FIRST = ("capture_on", "last_swap_seconds", "longest_swap_seconds")
 
 
 def increments(stats: dict[str, Any], seen: dict[Any, float]) -> dict[str, Any]:
-    """A report with what its counters grew by, for the one API server that gets it.
+    """Return a report with increments of counters, for the API server that gets it.
 
-    Several API servers add up what each has counted; totals would be counted by all.
+    Counters are summed over API servers, so reporting totals would count twice.
 
     Args:
-        seen: Totals of the last report; kept up to date.
+        seen: Totals of the last report; updated.
     """
     grown = dict(stats)
 
@@ -314,7 +315,7 @@ def increments(stats: dict[str, Any], seen: dict[Any, float]) -> dict[str, Any]:
 def make_prometheus(
     speculative_config: Any, per_engine_labelvalues: dict[int, list[object]]
 ) -> TideProm | None:
-    """Metrics of all engines of this server, or None when `tide` is not configured."""
+    """Create the metrics of all engines; return None if `tide` is not configured."""
     if speculative_config is None or speculative_config.tide is None:
         return None
     tide = parse_tide(speculative_config.tide)
@@ -329,11 +330,11 @@ def make_prometheus(
 
 
 class TideProm:
-    """Turns the engines' reports into Prometheus metrics.
+    """Prometheus metrics from the engines' reports.
 
     Args:
-        per_engine_labelvalues: Engine index to [model_name, engine].
-        facts: Values of `INFO_LABELS`; empty: there is no such metric.
+        per_engine_labelvalues: [model_name, engine] by engine index.
+        facts: Values of `INFO_LABELS`; empty omits that metric.
     """
 
     def __init__(
@@ -360,7 +361,7 @@ class TideProm:
                 info.labels(*labels, *values).set(1)
 
     def observe(self, stats: dict[str, Any], engine: int = 0) -> None:
-        """Takes one report of :func:`increments` and values."""
+        """Update the metrics with a report of :func:`increments`."""
         labels = self._labels[engine]
         if seconds := stats.get("swap_seconds"):
             longest = max(*seconds, self._longest.get(engine, 0.0))
@@ -378,7 +379,7 @@ class TideProm:
                 for label, grown in value.items():
                     collector.labels(*labels, str(label)).inc(max(0, grown))
             elif metric.kind == "counter":
-                collector.labels(*labels).inc(max(0, value))  # a counter never falls
+                collector.labels(*labels).inc(max(0, value))  # not negative
             elif metric.kind == "histogram":
                 for duration in value:
                     collector.labels(*labels).observe(duration)
@@ -387,7 +388,7 @@ class TideProm:
 
 
 def _observe_counts(histogram: Any, counts: dict[int, int]) -> None:
-    """Adds observations by value; the client's own method takes them one by one."""
+    """Add counts of observations by value; the client's method adds single ones."""
     for value, number in counts.items():
         histogram._sum.inc(value * number)
         histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(number)
@@ -406,14 +407,14 @@ def _collector(metric: Metric) -> Any:
 
 
 def _unregister() -> None:
-    """Drops collectors of an earlier logger in this process, as vLLM does with its."""
+    """Unregister collectors of an earlier logger in this process, as vLLM does."""
     for collector, names in list(REGISTRY._collector_to_names.items()):
         if any(name.startswith(PREFIX) for name in names):
             REGISTRY.unregister(collector)
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None: JSON has none."""
+    """Replace non-finite floats by None, recursively, because JSON has none."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -424,7 +425,7 @@ def finite(value: Any) -> Any:
 
 
 def reference(metrics: Iterable[Metric] = (INFO, *ENGINE, *TRAINER)) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     lines = [
         "| metric | type | further labels | meaning |",
         "| --- | --- | --- | --- |",

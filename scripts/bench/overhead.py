@@ -1,26 +1,27 @@
 #!/usr/bin/env python
-"""What a step costs: everything that is not the model, in CPU time and in tokens/s.
+"""Cost of a step outside the model, in CPU time and in tokens/s.
 
     scripts/bench/overhead.py --model DIR [--draft DIR] --json FILE
         [--requests 1,4,16,64] [--minutes 10]
 
-Every arm's engine is up at once, scheduler and worker in one process that sends itself
-the messages of a step; they take turns of a fraction of a second on the same requests,
-in a new order each round (`harness/engine_turns.py`). Of each decode step the CPU time
-of the stepping thread counts, so a busy host costs precision and nothing else.
+The engines of all arms are resident, each with scheduler and worker in one process,
+which serialises the messages between them. They run alternately in slices of a fraction
+of a second on the same requests, in a random order in each pass over the arms
+(`harness/time_slices.py`). The CPU time of the stepping thread is measured for each
+decode step, so a busy host reduces the precision but does not bias the result.
 
     none          no speculation
-    again         a second engine of that kind: by how much two engines differ
-    static        vLLM's own speculation at length 1
-    off           control alone; only steps with no draft in or out of them count
+    again         a second engine like `none`: the difference of two equal engines
+    static        vLLM's speculation at length 1
+    off           control alone; only steps without verified or proposed drafts count
     off_capture   everything but the trainer; the same steps, each of them captured
-    full          the same server; only steps that verify and make one draft token for
-                  each request count, so `over_static_ms` compares it with `static`
+    full          the same server; only steps that verify and propose one draft token
+                  for each request count, so `over_static_ms` compares with `static`
 
-Without `--draft` a fresh one is served. `stepping_cpu_ms` is a median over steps;
-`over_none_ms` and `over_static_ms` are means, over groups of rounds, of the difference
-of medians, and `tokens_ratio` is tokens/s over those of `none`, all steps, each with a
-95% interval.
+Without `--draft` a fresh draft is served. `stepping_cpu_ms` is a median over steps.
+`over_none_ms` and `over_static_ms` are means, over groups of passes, of the difference
+of medians. `tokens_ratio` is tokens/s over those of `none` on all steps. Each has a 95%
+interval.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from bench.harness.blocks import ratio_of, rounded_ratio, t_975
 from bench.harness.common import environment, write_json
-from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import kv_cache_bytes, read_config
 from bench.harness.server import ServerOptions, end_on_signals, leave_if_ended
 from bench.harness.server import environment as server_environment
+from bench.harness.time_slices import Engine, TimeSlice
 
 NONE, AGAIN, STATIC, OFF, CAPTURE, FULL = ARMS = (
     "none",
@@ -57,10 +58,10 @@ NONE, AGAIN, STATIC, OFF, CAPTURE, FULL = ARMS = (
     "off_capture",
     "full",
 )
-LENGTH = 1024  # of a request's context
-UNCOUNTED, GROUP = 2, 4  # rounds
+LENGTH = 1024  # maximum context of a request
+UNCOUNTED, GROUP = 2, 4  # passes over the arms
 NOTHING = (None, None, None)
-# The requests of engines that take turns have a salt, so none would be captured.
+# Requests have a cache salt here, and by default salted requests are not captured.
 NO_TRAINER = {"train": {"autostart": False}, "capture": {"salted": True}}
 TIDE: dict[str, dict[str, Any]] = {
     OFF: {"preset": "control"},
@@ -70,7 +71,7 @@ TIDE: dict[str, dict[str, Any]] = {
 
 
 def counts(arm: str, step: tuple[float, int, int, int]) -> bool:
-    """Return whether a decode step is one of those that an arm is about."""
+    """Return whether a decode step counts for an arm."""
     _, requests, verified, made = step
     if arm in (STATIC, FULL):
         return verified == made == requests
@@ -78,7 +79,7 @@ def counts(arm: str, step: tuple[float, int, int, int]) -> bool:
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> Sequence[float | None]:
-    """Mean of differences and its 95% interval; None where there is none."""
+    """Return the mean of differences and its 95% interval (None if unknown)."""
     values = [a - b for a, b in pairs]
     if not values:
         return NOTHING
@@ -90,7 +91,7 @@ def difference(pairs: Sequence[tuple[float, float]]) -> Sequence[float | None]:
 
 
 class RingReaders(threading.Thread):
-    """Empties the rings of a run directory: a full one would drop rows for free."""
+    """Thread that drains the rings, because dropping rows costs less than writing."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -114,7 +115,7 @@ class RingReaders(threading.Thread):
 
 
 class Run:
-    """The engines, and what was measured of them."""
+    """Engines of all arms, and their measurements."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         self.options, self._random = options, random.Random(options.seed)
@@ -135,7 +136,7 @@ class Run:
             config = {"method": "eagle3", "num_speculative_tokens": 1}
             config["model"] = str(o.draft) if o.draft else "fresh"
             if name == STATIC:
-                # "fresh" is the package's: a server that has it, without the rest.
+                # vllm_tide provides "fresh", so it is loaded with its features off.
                 tide = {"preset": "observe", "capture": {"enabled": False}}
                 config |= {} if o.draft else {"tide": tide}
             else:
@@ -148,26 +149,26 @@ class Run:
         size = 4 if o.dtype == "float32" else 2
         seqs = max(o.requests)
         memory = kv_cache_bytes(self.config, seqs, LENGTH // 2, size)
-        served = ServerOptions(
+        server = ServerOptions(
             venv=Path(sys.prefix),
             model=o.model,
             log_path=self._folder / f"{name}.log",
             engine_cpus=tuple(sorted(os.sched_getaffinity(0)))[:1],
             kv_cache_bytes=memory,
         )
-        words = ["--max-model-len", str(LENGTH), "--max-num-seqs", str(seqs)]
-        words += ["--dtype", o.dtype, "--enforce-eager"]
-        words += ["--kv-cache-memory-bytes", str(memory)]
+        arguments = ["--max-model-len", str(LENGTH), "--max-num-seqs", str(seqs)]
+        arguments += ["--dtype", o.dtype, "--enforce-eager"]
+        arguments += ["--kv-cache-memory-bytes", str(memory)]
         return Engine(
             o.model,
             None if config is None else json.dumps(config),
-            words,
-            server_environment(served),
-            served.log_path,
+            arguments,
+            server_environment(server),
+            server.log_path,
         )
 
-    def visit(self, requests: int, seconds: float) -> dict[str, list[Turn]]:
-        """Measure all arms at a number of requests; their turns of all rounds."""
+    def visit(self, requests: int, seconds: float) -> dict[str, list[TimeSlice]]:
+        """Measure all arms at a number of requests; return the slices of each arm."""
         chance, vocab = random.Random(requests), self.config["vocab_size"]
         prompts = [
             [chance.randrange(100, vocab) for _ in range(chance.randrange(16, 96))]
@@ -175,58 +176,58 @@ class Run:
         ]
         for name, engine in self.engines.items():
             engine.begin(prompts, requests, self.options.tokens, f"{name} {requests}")
-        turns: dict[str, list[Turn]] = {name: [] for name in self.engines}
-        began, rounds = time.monotonic(), 0
+        slices: dict[str, list[TimeSlice]] = {name: [] for name in self.engines}
+        began, passes = time.monotonic(), 0
         seconds_each = self.options.turn * (1 + requests**0.5 / 4)
-        while time.monotonic() - began < seconds or rounds < UNCOUNTED + 2 * GROUP:
+        while time.monotonic() - began < seconds or passes < UNCOUNTED + 2 * GROUP:
             leave_if_ended()
-            for name in self._random.sample(list(turns), len(turns)):
-                turn = self.engines[name].turn(seconds_each)
-                if rounds >= UNCOUNTED:
-                    turns[name].append(turn)
-            rounds += 1
+            for name in self._random.sample(list(slices), len(slices)):
+                measured = self.engines[name].run_slice(seconds_each)
+                if passes >= UNCOUNTED:
+                    slices[name].append(measured)
+            passes += 1
         for name, reader in self._readers.items():
             if not reader.rows:
                 raise SystemExit(
-                    f"{name}: no row was captured, so its figures are void."
+                    f"{name}: no row was captured, so its figures are invalid"
                 )
-        return turns
+        return slices
 
 
-def rows_of(requests: int, turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
-    """A row for each arm; ratios and differences are taken within groups of rounds."""
+def rows_of(requests: int, slices: dict[str, list[TimeSlice]]) -> list[dict[str, Any]]:
+    """Return a row per arm; ratios and differences are taken in groups of passes."""
     medians: dict[str, dict[int, float]] = defaultdict(dict)
     rates: dict[str, dict[int, float]] = defaultdict(dict)
     steps: dict[str, list[float]] = defaultdict(list)
-    for name, found in turns.items():
-        for group in range(len(found) // GROUP):
-            part = found[group * GROUP :][:GROUP]
-            ms = [s[0] for t in part for s in t.decode_steps if counts(name, s)]
+    for name, measured in slices.items():
+        for group in range(len(measured) // GROUP):
+            part = measured[group * GROUP :][:GROUP]
+            ms = [s[0] for p in part for s in p.decode_steps if counts(name, s)]
             steps[name] += ms
             if len(ms) > 3:
                 medians[name][group] = statistics.median(ms)
-            tokens = sum(turn.tokens for turn in part)
-            rates[name][group] = tokens / sum(turn.seconds for turn in part)
+            tokens = sum(p.tokens for p in part)
+            rates[name][group] = tokens / sum(p.seconds for p in part)
     rows = []
-    for name in turns:
+    for name in slices:
         ms = steps[name]
         row: dict[str, Any] = {"arm": name, "requests": requests, "steps": len(ms)}
         row["stepping_cpu_ms"] = round(statistics.median(ms), 3) if ms else None
         for other in (NONE, STATIC):
             shared = sorted(medians[name].keys() & medians[other].keys())
-            found_ms = difference(
+            over_ms = difference(
                 [(medians[name][g], medians[other][g]) for g in shared]
             )
             names = (f"over_{other}_ms", f"{other}_ms_low", f"{other}_ms_high")
-            row |= rounded_ratio(names, found_ms)
+            row |= rounded_ratio(names, over_ms)
         logs = [math.log(rates[name][g] / rates[NONE][g]) for g in rates[name]]
-        found_ratio = ratio_of(logs) if logs else NOTHING
-        rows.append(row | rounded_ratio(("tokens_ratio", "low", "high"), found_ratio))
+        ratio = ratio_of(logs) if logs else NOTHING
+        rows.append(row | rounded_ratio(("tokens_ratio", "low", "high"), ratio))
     return rows
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row in words."""
+    """Format a row as one line."""
 
     def text(*keys: str) -> str:
         mean, low, high = ("-" if (x := row[k]) is None else f"{x:.3f}" for k in keys)
@@ -242,7 +243,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The report; it is written after each number of requests."""
+    """Measure and return the report; write it after each number of requests."""
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -266,21 +267,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 
     def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
+        return [int(part) for part in text.split(",")]
 
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, help="default: a fresh one")
+    parser.add_argument(
+        "--draft", type=Path, help="draft folder (default: a fresh draft)"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=numbers, default="1,4,16,64")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--turn", type=float, default=0.25, help="seconds, about")
-    parser.add_argument("--tokens", type=int, default=192, help="of an output")
+    parser.add_argument(
+        "--turn", type=float, default=0.25, help="approximate seconds of a slice"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=192, help="output tokens per request"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the report here")
     options = parser.parse_args(argv)
     if unknown := set(options.arms) - set(ARMS) or NONE not in options.arms:
-        parser.error(f"--arms: give {NONE} and others of {', '.join(ARMS)} ({unknown})")
+        parser.error(
+            f"--arms: must include {NONE}; choose from {', '.join(ARMS)} ({unknown})"
+        )
     measure(options)
     return 0
 

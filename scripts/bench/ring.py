@@ -1,10 +1,10 @@
-"""Time of writing to the ring and of reading from it, by size of a record.
+"""Time of a write to the ring and of a read from it, by record size.
 
 Run: python scripts/bench/ring.py [--seconds 2]
 
 Records are VERIFY records with three captured layers and a hidden-state teacher in
-bfloat16. The median is over single calls; the reader drains between batches, outside
-the timed part, as it would on another core.
+bfloat16. The median is over single calls. The reader drains between batches, outside
+of the timed writes, as on another core.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LAYERS = (2, 16, 29)
 
 
 def make_frames(hidden_size: int, num_rows: int) -> Frames:
-    """A VERIFY record of random bits, as the capture describes those of a step."""
+    """Return the frames of one VERIFY record of random bits, as capture makes them."""
     rng = np.random.default_rng(0)
     sources = (
         rng.integers(1000, size=num_rows, dtype=np.int32),
@@ -58,7 +58,7 @@ def make_frames(hidden_size: int, num_rows: int) -> Frames:
 
 
 def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
-    """Print one line of the table."""
+    """Measure one size and print its line of the table."""
     spec = RingSpec("bench", hidden_size, LAYERS, 100_000, "bfloat16", "hidden", 64)
     frames = make_frames(hidden_size, num_rows)
     writer = RingWriter.create(spec, RING_BYTES)
@@ -95,9 +95,9 @@ def measure(hidden_size: int, num_rows: int, seconds: float) -> None:
 
 
 def main() -> None:
-    """Measure every size."""
+    """Measure every size and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per size")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per size")
     arguments = parser.parse_args()
     print(f"{cpu_model()}, Python {platform.python_version()}, ", end="")
     print(f"CRC-32C in hardware: {_shm.crc32c_is_hardware()}")

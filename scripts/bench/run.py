@@ -1,4 +1,4 @@
-"""Measures speculation, and learning, on real servers.
+"""Benchmarks of speculation and online training on real servers.
 
 scripts/bench/run.py --suite NAME --json FILE [--yes]
 scripts/bench/run.py control --model DIR --draft DIR --json FILE [--minutes N]
@@ -21,54 +21,60 @@ EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a suite; returns the exit status."""
-    given = sys.argv[1:] if argv is None else list(argv)
+    """Run a suite and return the exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        if given[:1] == ["control"]:  # engines that take turns
+        if arguments[:1] == ["control"]:  # engines without HTTP
             from bench.suites import control
 
-            return control.main(given[1:])
-        return _run(given)
+            return control.main(arguments[1:])
+        return _run(arguments)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
 def _run(argv: list[str]) -> int:
-    # A suite has options of its own: which one is asked for is read first.
+    # Each suite has different options, so `--suite` is parsed first.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--suite")
     suite = first.parse_known_args(argv)[0].suite
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description="Measures speculation policies on real servers. "
+        description="Measure speculation policies on real servers. "
         "--suite NAME --help lists the options of a suite, `control --help` those of "
-        "the comparison of policies turn by turn.",
+        "the interleaved comparison of policies.",
         allow_abbrev=False,
     )
     parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--work", type=Path, help="logs and models (FILE.work)")
-    parser.add_argument("--yes", action="store_true", help="start, without --target")
+    parser.add_argument(
+        "--work", type=Path, help="folder of logs and models (default: FILE.work)"
+    )
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="run on the demo model if --target is not given",
+    )
     if suite is not None:
         add_options(parser, suites.kind_of(suite))
     args, foreign = parser.parse_known_args(argv)
     if foreign:
         raise BenchError(
-            f"{foreign[0].partition('=')[0]} is no option of --suite {suite}"
+            f"{foreign[0].partition('=')[0]} is not an option of --suite {suite}"
         )
-    given = dict(vars(args))
-    sure = given.pop("yes") or "target" in given
-    work = given["work"] or args.json.with_name(args.json.name + ".work")
-    given["work"] = work.resolve()
-    options = suites.options_of(given.pop("suite"), given)
+    values = dict(vars(args))
+    confirmed = values.pop("yes") or "target" in values
+    work = values["work"] or args.json.with_name(args.json.name + ".work")
+    values["work"] = work.resolve()
+    options = suites.options_of(values.pop("suite"), values)
     options.check()
     limit = options.max_minutes and f"; ends after {options.max_minutes:g} minutes"
     servers = ", ".join(options.arm_names) or "one by one"
-    said = f"{options.target.name}: servers {servers}; {options.size}{limit or ''}"
-    print(said, flush=True)
-    if not sure:
-        raise BenchError("--target: none given; --yes runs this on the demo model")
+    plan = f"{options.target.name}: servers {servers}; {options.size}{limit or ''}"
+    print(plan, flush=True)
+    if not confirmed:
+        raise BenchError("--target: not given; --yes runs this on the demo model")
     return suites.run(options)
 
 

@@ -1,10 +1,10 @@
-r"""Swaps under load: 200 by default, two drafts published alternately.
+r"""Swap soak under load: 200 swaps by default, alternating between two drafts.
 
-One server with capture on and no trainer.  First the request set runs without a swap
-(the reference), then again and again while this process publishes drafts the way a
-trainer does, each as soon as the engine reports the one before it.  Checked: outputs
-equal to the reference (near ties re-scored), no failed request, memory and shared
-memory before and after, pauses in ms and in decoding steps.  Example::
+There is one server with capture and no trainer.  The request set first runs without a
+swap (the reference), then repeatedly while this process publishes drafts like a
+trainer, each as soon as the engine reports the previous one.  The report compares
+outputs with the reference (near ties re-scored) and has failed requests, memory and
+shared memory before and after, and pauses in ms and in decode steps.  Example::
 
     python scripts/bench/swap_soak.py --venv .venv --target build/.../target-X \
         --draft scripts/demo/draft --prompts scripts/demo/prompts --work /tmp/soak
@@ -44,7 +44,7 @@ Tensors = dict[str, TensorInput]
 
 
 def read_draft(folder: Path) -> Tensors:
-    """Read a draft's float tensors as they are published (vocabulary maps stay)."""
+    """Read a draft's published tensors, without the vocabulary maps."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, info in safetensors.deserialize(path.read_bytes()):
@@ -55,7 +55,7 @@ def read_draft(folder: Path) -> Tensors:
 
 
 def damaged(tensors: Tensors, seed: int) -> Tensors:
-    """Return another valid draft: ``fc`` with its rows in another order."""
+    """Return another valid draft: the rows of ``fc`` permuted."""
     dtype, shape, data = tensors["fc.weight"]
     rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1)
     order = np.random.default_rng(seed).permutation(shape[0])
@@ -63,20 +63,20 @@ def damaged(tensors: Tensors, seed: int) -> Tensors:
 
 
 def shared_memory(manifest: EngineManifest) -> dict[str, dict[str, int]]:
-    """Return the engine's segments: their sizes and the pages in use (bytes)."""
-    found = {}
+    """Return size and used bytes of each of the engine's segments."""
+    segments = {}
     for name in (manifest.ring, manifest.weights):
         path = Path("/dev/shm") / name
         if path.exists():
             stat = path.stat()
-            found[name] = {"size": stat.st_size, "in_use": stat.st_blocks * 512}
-    return found
+            segments[name] = {"size": stat.st_size, "in_use": stat.st_blocks * 512}
+    return segments
 
 
 async def publish_all(
     writer: WeightsWriter, drafts: list[Tensors], num_swaps: int, period_s: float
 ) -> None:
-    """Publish alternately, each after the engine installed the one before it."""
+    """Publish the drafts alternately, each after the previous one is installed."""
     first = writer.latest_version
     for version in range(first + 1, first + 1 + num_swaps):
         writer.publish(
@@ -104,7 +104,7 @@ async def soak(
     drafts: list[Tensors],
     args: argparse.Namespace,
 ) -> dict[str, object]:
-    """Run the reference, then the load with swaps; return raw findings."""
+    """Run the reference, then the load with swaps; return the measurements."""
     origin_s = time.perf_counter()
     results: list[RequestResult] = []
 
@@ -114,7 +114,7 @@ async def soak(
         )
 
     async with make_session() as session:
-        await once(session)  # warm up, and fill the ring's pages
+        await once(session)  # warm up, and touch all pages of the ring
         reference = await once(session)
         before = _engine_mib(server)
         scraper = Scraper(server.url, origin_s, period_s=0.25)
@@ -123,14 +123,14 @@ async def soak(
         publisher = asyncio.create_task(
             publish_all(writer, drafts, args.swaps, args.period_s)
         )
-        rounds: list[list[RequestResult]] = []
+        passes: list[list[RequestResult]] = []
         halfway: dict[str, float] = {}
         while not publisher.done():
-            rounds.append(await once(session))
+            passes.append(await once(session))
             count = scraper.samples[-1].value("vllm_tide:swaps")
             if not halfway and count >= args.swaps / 2:
                 halfway = _engine_mib(server)
-            print(f"round {len(rounds)}: {count:.0f} swaps, {_engine_mib(server)}")
+            print(f"pass {len(passes)}: {count:.0f} swaps, {_engine_mib(server)}")
             sys.stdout.flush()
         await publisher
         await asyncio.sleep(1)
@@ -140,7 +140,7 @@ async def soak(
         last = await scraper.read(session)
     return {
         "reference": reference,
-        "rounds": rounds,
+        "passes": passes,
         "samples": scraper.samples,
         "acceptance_length": acceptance_length([(first, last)]),
         "swaps": int(last.value("vllm_tide:swaps") - first.value("vllm_tide:swaps")),
@@ -156,23 +156,23 @@ async def soak(
     }
 
 
-def report_of(found: dict, args: argparse.Namespace) -> dict[str, object]:
+def report_of(measured: dict, args: argparse.Namespace) -> dict[str, object]:
     """Return the JSON: comparisons, pauses, memory."""
-    rounds = found["rounds"]
+    passes = measured["passes"]
     differences = []
-    for number, results in enumerate(rounds, start=1):
-        names = ("reference", f"round {number}")
-        differences += compare(names, found["reference"], results)
+    for number, results in enumerate(passes, start=1):
+        names = ("reference", f"pass {number}")
+        differences += compare(names, measured["reference"], results)
     rescored = rescore_all(differences, args.target, args.dtype)
-    every = [r for results in rounds for r in results]
-    pauses = swap_pauses_s(found["samples"])
-    exact = pauses is not None and len(pauses) == found["swaps"]
-    one_step_ms = step_ms(found["reference"]) or 0.0
-    p50 = statistics.median(pauses) if exact and pauses else found["mean_s"]
+    every = [r for results in passes for r in results]
+    pauses = swap_pauses_s(measured["samples"])
+    exact = pauses is not None and len(pauses) == measured["swaps"]
+    one_step_ms = step_ms(measured["reference"]) or 0.0
+    p50 = statistics.median(pauses) if exact and pauses else measured["mean_s"]
     return {
         "what": "drafts swapped under load, two drafts alternately",
-        "swaps": found["swaps"],
-        "refused": found["refused"],
+        "swaps": measured["swaps"],
+        "refused": measured["refused"],
         "requests": len(every),
         "failed_requests": sum(not r.ok for r in every),
         "outputs_identical": all(item.near_tie for item in rescored),
@@ -181,21 +181,21 @@ def report_of(found: dict, args: argparse.Namespace) -> dict[str, object]:
         "pause_ms": {
             "p50": round(1e3 * p50, 3),
             "p50_is": "median" if exact else "mean (some swaps were not seen singly)",
-            "max": round(1e3 * found["max_s"], 3),
+            "max": round(1e3 * measured["max_s"], 3),
         },
         "step_ms": round(one_step_ms, 3),
         "pause_steps": {
             "p50": round(1e3 * p50 / one_step_ms, 3),
-            "max": round(1e3 * found["max_s"] / one_step_ms, 3),
+            "max": round(1e3 * measured["max_s"] / one_step_ms, 3),
         },
         "longest_gap_ms": {
             "without_swaps": round(
-                1e3 * max(r.max_gap_s for r in found["reference"]), 1
+                1e3 * max(r.max_gap_s for r in measured["reference"]), 1
             ),
             "with_swaps": round(1e3 * max(r.max_gap_s for r in every), 1),
         },
-        "acceptance_length": found["acceptance_length"],
-        "memory_mib": found["memory_mib"],
+        "acceptance_length": measured["acceptance_length"],
+        "memory_mib": measured["memory_mib"],
     }
 
 
@@ -205,12 +205,16 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument(name, type=Path, required=True)
     p.add_argument("--domain", default="python")
     p.add_argument("--swaps", type=int, default=200)
-    p.add_argument("--period-s", type=float, default=0.5, help="between two swaps")
+    p.add_argument(
+        "--period-s", type=float, default=0.5, help="seconds between two swaps"
+    )
     p.add_argument("--requests", type=int, default=16)
     p.add_argument("--concurrency", type=int, default=4)
     p.add_argument("--max-tokens", type=int, default=96)
     p.add_argument("--dtype", default="float32")
-    p.add_argument("--compile", action="store_true", help="no --enforce-eager")
+    p.add_argument(
+        "--compile", action="store_true", help="serve without --enforce-eager"
+    )
     p.add_argument("--num-speculative-tokens", type=int, default=3)
     here = Path(__file__).parent / "results" / "swap_soak.json"
     p.add_argument("--json", type=Path, default=here)
@@ -218,12 +222,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve, soak, report; exit status 0 only if nothing is wrong."""
+    """Serve, soak, report; return exit status 0 only without problems."""
     args = _parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_soak_"))
     spec = speculative_config(args.draft, args.num_speculative_tokens)
-    # A static length: every head drafts, also a damaged one.
+    # With a static length the damaged draft drafts too.
     tide = {"run_dir": str(run_dir), "preset": "learn", "train": {"autostart": False}}
     config = args.work / "tide.json"
     config.write_text(json.dumps({**spec, "tide": tide}, indent=2))
@@ -247,11 +251,11 @@ def main(argv: list[str] | None = None) -> int:
         (manifest,) = read_manifests(run_dir)
         segments_up = shared_memory(manifest)
         writer = WeightsWriter.attach(manifest.weights)
-        found = asyncio.run(soak(server, requests, writer, drafts, args))
+        measured = asyncio.run(soak(server, requests, writer, drafts, args))
         segments_end = shared_memory(manifest)
         clean = server.stop()
     left = shared_memory(manifest)
-    report = report_of(found, args) | {
+    report = report_of(measured, args) | {
         "shared_memory_bytes": {
             "server_up": list(segments_up.values()),
             "after_swaps": list(segments_end.values()),

@@ -1,4 +1,4 @@
-"""Speed of one training step at the demo size, per compute dtype, on one thread.
+"""Speed of a training step at the demo model's size, by compute dtype, on one thread.
 
     python scripts/bench/train_step.py [--doc-tokens 256] [--steps 8]
 
@@ -42,7 +42,7 @@ def _documents(args: argparse.Namespace, hidden: int, vocab: int) -> list[Sample
 
 
 def measure(args: argparse.Namespace, dtype: str) -> dict[str, object]:
-    """Time `args.steps` steps after two warm-up steps."""
+    """Measure `args.steps` steps after two warm-up steps."""
     torch.manual_seed(0)
     hidden, vocab = 256, 4096
     shape = Eagle3Config(
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure both dtypes."""
+    """Measure every dtype and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--doc-tokens", type=int, default=256)

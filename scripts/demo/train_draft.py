@@ -1,18 +1,17 @@
-"""Trains an EAGLE-3 draft for a served model on that model's own answers.
+"""Training of an EAGLE-3 draft for a served model on outputs of that model.
 
     python scripts/demo/train_draft.py capture --model DIR --prompts FILE ... --work DIR
     python scripts/demo/train_draft.py train --model DIR --work DIR --out DIR
 
-`capture` serves the prompts with vLLM in this process and keeps, by the project's own
-capture, what the trainer needs of each answer: one file of documents per
-`--shard-requests` answers, each prompt twice, greedy and sampled. `train` trains on
-these files, one pass after another, with the project's own training step, and writes
-the draft after each `--save-steps` steps. `capture` goes on after the files that it
-finds. `train` begins with the draft in `--out` if there is one, as another run: its
-learning rate begins anew.
+`capture` serves the prompts with vLLM in this process and stores the captured rows of
+each answer: one file of documents per `--shard-requests` answers, each prompt twice,
+greedy and sampled. Existing files are kept, and `capture` continues after them. `train`
+trains on these files in several passes, with vllm_tide's training step, and writes the
+draft every `--save-steps` steps. If there is a draft in `--out`, `train` starts from
+it, with a new learning rate schedule.
 
-Prompts are JSON lines (gzip) with `id` and `prompt`; `--only` keeps ids that begin so,
-and `--exclude` leaves out those of other files.
+Prompts are JSON lines (gzip) with `id` and `prompt`. `--only` selects ids by prefix,
+and `--exclude` excludes the prompts of other files.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ from vllm_tide.train.packing import pack, take_batch
 from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep
 
-HELD_OUT = 0.02  # share of a file's documents that are only evaluated
-DEPTH = 5  # of the evaluation
+HOLDOUT_SHARE = 0.02  # share of a file's documents used only for evaluation
+DEPTH = 5  # draft depth of the evaluation
 TRAINING = ("seed", "vocab", "learning_rate", "batch_tokens", "ttt_steps")  # options
-WINDOW = 512  # rows of a document at most, so that a batch holds several
+WINDOW = 512  # maximum rows of a document, so that a batch has several
 
 
 def read_prompts(
     files: Iterable[Path], only: tuple[str, ...], seed: int
 ) -> list[dict[str, str]]:
-    """Prompts of all files in a random order that depends on the seed alone."""
+    """Return the prompts of all files, shuffled by the seed."""
     rows = []
     for file in files:
         with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -68,16 +67,16 @@ def read_prompts(
 
 
 def without(rows: list[dict[str, str]], files: Iterable[Path]) -> list[dict[str, str]]:
-    """Prompts that are not in `files`, to which the draft is put later."""
+    """Return the prompts that are not in `files`, which are used for evaluation."""
     excluded = {row["id"] for row in read_prompts(files, (), 0)}
     return [row for row in rows if row["id"] not in excluded]
 
 
 class Capturing:
-    """A server in this process, and the reader of what it captures.
+    """Engine in this process, with a reader of its captured rows.
 
     Args:
-        requests: Requests that are served together.
+        requests: Maximum number of concurrent requests.
     """
 
     def __init__(self, model: Path, dtype: str, requests: int, run_dir: str) -> None:
@@ -117,9 +116,9 @@ class Capturing:
         max_tokens: int,
         temperature: float,
     ) -> Iterator[Sample]:
-        """Serve numbered prompts over the model's chat template; yield the answers.
+        """Serve numbered prompts in the model's chat template; yield the answers.
 
-        Those with an even number are greedy.
+        Answers with an even number are greedy.
         """
         from vllm import SamplingParams
 
@@ -165,15 +164,15 @@ def capture(args: argparse.Namespace) -> None:
             numbered[number * size :], args.max_tokens, args.temperature
         )
         began = time.monotonic()
-        while found := list(itertools.islice(answers, size)):
+        while samples := list(itertools.islice(answers, size)):
             path = args.work / f"documents-{number:04d}.pt"
-            documents = [d for s in found for d in split_windows(s, WINDOW)]
+            documents = [d for s in samples for d in split_windows(s, WINDOW)]
             torch.save(documents, path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
             tokens = sum(d.num_trained for d in documents)
             seconds = time.monotonic() - began
             print(
-                f"{path.name}: {len(found)} answers, {tokens} rows to train, "
+                f"{path.name}: {len(samples)} answers, {tokens} training rows, "
                 f"{tokens / seconds:.0f} rows/s",
                 flush=True,
             )
@@ -181,23 +180,23 @@ def capture(args: argparse.Namespace) -> None:
 
 
 def load_documents(path: Path) -> list[Sample]:
-    """Documents of a file of `capture`; no other kinds of objects are loaded."""
+    """Load the documents of a file of `capture`; reject other types of objects."""
     with torch.serialization.safe_globals([Sample, Branch, TopK]):
-        found: list[Sample] = torch.load(path, weights_only=True)
-    return found
+        documents: list[Sample] = torch.load(path, weights_only=True)
+    return documents
 
 
 def split(documents: list[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Documents to train on, and those held out."""
-    held = int(1 / HELD_OUT)
+    """Return the training documents and the held-out ones."""
+    period = int(1 / HOLDOUT_SHARE)
     return (
-        [d for d in documents if d.key % held],
-        [d for d in documents if d.key % held == 0],
+        [d for d in documents if d.key % period],
+        [d for d in documents if d.key % period == 0],
     )
 
 
 def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> Any:
-    """The draft in `--out`, or a fresh one over the tokens of the answers."""
+    """Return the draft in `--out`, or a fresh one with the most frequent tokens."""
     if (args.out / "model.safetensors").exists():
         return load_draft(args.out, target, frozenset())
     draft = build_fresh(
@@ -209,17 +208,17 @@ def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> A
             first = max(document.num_prompt_tokens, document.loss_from) - document.start
             generated = document.tokens[max(first, 0) :]
             counts += torch.bincount(generated, minlength=len(counts))
-    counts[draft.vocab.target_ids[: args.vocab // 8]] += 0.1  # special and short ones
+    counts[draft.vocab.target_ids[: args.vocab // 8]] += 0.1  # special and short tokens
     ids = choose_vocab(counts, args.vocab)
     inside = float(counts[ids].sum() / counts.sum())
-    print(f"vocabulary: {args.vocab} tokens, {inside:.4f} of what was answered")
+    print(f"vocabulary: {args.vocab} tokens, {inside:.4f} of the generated tokens")
     return reprune(draft, VocabMap.from_target_ids(ids, len(counts)), target)
 
 
 def batches(
     files: list[Path], tokens: int, seed: int
 ) -> Iterator[tuple[float, list[Sample]]]:
-    """Batches of one pass after another, each with the passes made before its file."""
+    """Yield batches pass after pass, each with the passes completed before its file."""
     chance, number = random.Random(seed), 0
     while True:
         for done, file in enumerate(chance.sample(files, len(files))):
@@ -269,8 +268,8 @@ def train(args: argparse.Namespace) -> None:
         if steps % args.save_steps == 0:
             save(draft, args)
     save(draft, args)
-    held = [d for file in files[:8] for d in split(load_documents(file))[1]]
-    score = evaluate(draft, target, held, DEPTH)
+    holdout = [d for file in files[:8] for d in split(load_documents(file))[1]]
+    score = evaluate(draft, target, holdout, DEPTH)
     length, error = score.acceptance("greedy"), score.standard_error("greedy")
     print(
         f"{steps} steps, {rows} rows; held-out acceptance length at depth {DEPTH}: "
@@ -328,21 +327,32 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["capture", "train"])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="of the documents")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the documents"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    text = "of `capture`: JSON lines, gzip"
+    text = "`capture`: prompt files, gzipped JSON lines"
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help=text)
-    parser.add_argument("--only", nargs="*", default=[], help="beginnings of ids")
-    text = "prompts that are left out"
+    parser.add_argument("--only", nargs="*", default=[], help="prefixes of ids to use")
+    text = "files of prompts to exclude"
     parser.add_argument("--exclude", type=Path, nargs="*", default=[], help=text)
-    parser.add_argument("--dtype", default="float32", help="the model is served in")
-    parser.add_argument("--requests", type=int, default=32, help="served together")
-    parser.add_argument("--max-tokens", type=int, default=384, help="of an answer")
-    parser.add_argument("--temperature", type=float, default=0.7, help="every other")
+    parser.add_argument("--dtype", default="float32", help="dtype of the served model")
+    parser.add_argument(
+        "--requests", type=int, default=32, help="maximum concurrent requests"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=384, help="maximum tokens of an answer"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="temperature of every other answer",
+    )
     parser.add_argument("--shard-requests", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="of `train`: the draft's directory")
+    parser.add_argument("--out", type=Path, help="`train`: directory of the draft")
     parser.add_argument("--vocab", type=int, default=8192)
-    text = "what a new draft's layer begins with"
+    text = "initial weights of a new draft's layer"
     parser.add_argument(
         "--begin", choices=("target", "random"), default="target", help=text
     )
@@ -354,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-steps", type=int, default=200)
     args = parser.parse_args(argv)
     if args.what == "train" and args.out is None:
-        parser.error("train: give --out DIR for the draft")
+        parser.error("train: --out DIR is required")
     {"capture": capture, "train": train}[args.what](args)
     return 0
 

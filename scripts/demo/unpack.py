@@ -1,8 +1,9 @@
-"""Unpacks the weights of the drafts and of the tests' target, kept compressed here.
+"""Decompression of the committed weights of the drafts and of the tests' target.
 
     python scripts/demo/unpack.py
 
-`scripts/install.sh` and the tests call it; safe to run again and beside itself.
+`scripts/install.sh` and the tests run it. It is idempotent, and several processes may
+run it concurrently.
 """
 
 import lzma
@@ -17,13 +18,13 @@ WEIGHTS = tuple(
 
 
 def packed(weights: Path) -> Path:
-    """Where the weights are kept compressed."""
+    """Return the path of the compressed weights."""
     return weights.with_name(weights.name + ".xz")
 
 
 def pack(weights: Path) -> None:
-    """Compress `weights` beside themselves."""
-    # Two bytes a weight, of which one repeats.
+    """Compress `weights` into the same folder."""
+    # Two bytes per weight, one of which is repetitive.
     best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}
     best |= {"lc": 0, "lp": 1, "pb": 1}
     data = lzma.compress(weights.read_bytes(), check=lzma.CHECK_CRC32, filters=[best])
@@ -31,7 +32,7 @@ def pack(weights: Path) -> None:
 
 
 def unpack(weights: Path) -> None:
-    """Write `weights` unless they are there and no older than their archive.
+    """Write `weights` unless they exist and are not older than their archive.
 
     Raises:
         lzma.LZMAError, EOFError: The archive is damaged.
@@ -49,7 +50,7 @@ def unpack(weights: Path) -> None:
 
 
 def unpack_all() -> None:
-    """Write all of them."""
+    """Unpack all weights."""
     for weights in WEIGHTS:
         unpack(weights)
 

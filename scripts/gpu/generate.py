@@ -1,4 +1,4 @@
-"""One engine in this process: text and speed of a case.
+"""Output tokens and speed of one case on an engine in this process.
 
 Argument: JSON with report (a file), batch, tokens, speculative.
 """
@@ -17,16 +17,16 @@ DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 
 def prompts(count: int) -> list[str]:
-    """Prompts of the demo, again from the start where there are too few."""
+    """Return prompts of the demo, repeated if there are too few."""
     with gzip.open(DEMO / "prompts" / "python.jsonl.gz", "rt") as lines:
-        found = [json.loads(line)["prompt"] for line in lines]
-    return [found[i % len(found)] for i in range(count)]
+        texts = [json.loads(line)["prompt"] for line in lines]
+    return [texts[i % len(texts)] for i in range(count)]
 
 
 def main() -> int:
     """Serve the case and write its report."""
     case = json.loads(sys.argv[1])
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in reach
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in this process
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -42,7 +42,7 @@ def main() -> int:
     )
     params = SamplingParams(temperature=0, max_tokens=case["tokens"], ignore_eos=True)
     texts = prompts(case["batch"])
-    llm.generate(texts, params, use_tqdm=False)  # warms up
+    llm.generate(texts, params, use_tqdm=False)  # warm-up
     began = time.perf_counter()
     outputs = llm.generate(texts, params, use_tqdm=False)
     seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""An engine in this process: its steps are driven, and its seams reached, by hand."""
+"""Engine in this process, with direct access to its steps and its worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 
 
 class Engine:
-    """Greedy, with vLLM's default graphs; `more` is `vllm.LLM`'s but for `adaptive`."""
+    """Greedy engine with vLLM's default graphs.
+
+    `more` is passed to `vllm.LLM`, except `adaptive`: keys of the speculative config.
+    """
 
     def __init__(
         self, place: Place, models: tuple[Path, Path], k: int, tide: Any, **more: Any
@@ -29,13 +32,14 @@ class Engine:
         if not k:
             spec = None
         elif tide is not None:
-            own = {"run_dir": str(place.work / "run"), "train": {"autostart": False}}
-            spec["tide"] = own | tide
+            section = {"run_dir": str(place.work / "run")}
+            section |= {"train": {"autostart": False}}
+            spec["tide"] = section | tide
         if place.dry:
             sys.path.insert(0, str(ROOT / "scripts" / "null_gpu"))
-            from engine import say_that_one_token_was_sampled
+            from engine import patch_step_results
 
-            say_that_one_token_was_sampled()
+            patch_step_results()
             more |= {"gpu_memory_utilization": 0.05, "max_num_seqs": 8}
         from vllm import LLM
 
@@ -50,19 +54,19 @@ class Engine:
         self.worker = core.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
         self.tide = getattr(self.worker, "tide", None)
-        self.modes: Counter[str] = Counter()  # of the steps' graphs
+        self.modes: Counter[str] = Counter()  # of the steps' CUDA graphs
         manager, self._names = self.runner.cudagraph_manager, itertools.count()
         dispatch = manager.dispatch
 
         def dispatched(*args: Any, **kwargs: Any) -> Any:
-            found = dispatch(*args, **kwargs)
-            self.modes[found.cg_mode.name] += 1
-            return found
+            result = dispatch(*args, **kwargs)
+            self.modes[result.cg_mode.name] += 1
+            return result
 
         manager.dispatch = dispatched
 
     def add(self, prompt: list[int], tokens: int, **more: Any) -> str:
-        """Queue a request; its name."""
+        """Queue a request; return its name."""
         from vllm import SamplingParams
 
         more |= {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -71,15 +75,15 @@ class Engine:
         return name
 
     def drain(self) -> None:
-        """End all requests."""
+        """Abort all requests."""
         self.engine.abort_request([str(i) for i in range(next(self._names))])
         while self.engine.has_unfinished_requests():
             self.step()
 
-    def serve(self, given: list[list[int]], batch: int, seconds: float) -> Any:
-        """Keep so many requests of 128 tokens going; speed and acceptance."""
+    def serve(self, prompts: list[list[int]], batch: int, seconds: float) -> Any:
+        """Serve a closed loop of 128-token requests; return speed and acceptance."""
         live: dict[str, int] = {}
-        total, times, waiting = 0, [], itertools.cycle(given)
+        total, times, waiting = 0, [], itertools.cycle(prompts)
         before, began = self._counters(), time.perf_counter()
         while (now := time.perf_counter()) < began + seconds:
             while len(live) < batch:
@@ -94,35 +98,35 @@ class Engine:
         rate, after = total / (time.perf_counter() - began), self._counters()
         self.drain()
         times.sort()
-        found = {"tokens_per_s": rate, "worst_ms": times[-1]}
-        found |= {f"p{p}_ms": times[len(times) * p // 100] for p in (50, 99)}
+        figures = {"tokens_per_s": rate, "worst_ms": times[-1]}
+        figures |= {f"p{p}_ms": times[len(times) * p // 100] for p in (50, 99)}
         accepted = after[1] - before[1]
-        return found | {"accepted": accepted / max(after[0] - before[0], 1)}
+        return figures | {"accepted": accepted / max(after[0] - before[0], 1)}
 
     def _counters(self) -> list[float]:
         named = {metric.name: metric for metric in self.llm.get_metrics()}
         names = "num_drafts", "num_accepted_tokens"
-        found = [named.get(f"vllm:spec_decode_{name}") for name in names]
-        return [metric.value if metric else 0.0 for metric in found]
+        metrics = [named.get(f"vllm:spec_decode_{name}") for name in names]
+        return [metric.value if metric else 0.0 for metric in metrics]
 
     def publish(self, draft: Path, version: int) -> None:
-        """Offer the draft's own weights as another version."""
+        """Publish the draft's weights unchanged as another version."""
         from vllm_tide.engine.staging import wire_view
         from vllm_tide.transport.weights import WeightsWriter
 
-        given = {
+        tensors = {
             name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t))
             for name, t in load_file(draft / "model.safetensors").items()
             if name not in self.tide.swapper.shared
         }
         writer = WeightsWriter.attach(self.tide._segment.name)
-        writer.publish(given, version=version, parent_version=version - 1, meta={})
+        writer.publish(tensors, version=version, parent_version=version - 1, meta={})
         writer.close()
 
 
 def shape(place: Place) -> tuple[Path, Path]:
-    """Folders of an 8B's shape with an EAGLE-3 head, whose weights are any."""
-    # Hidden size, layers, tokens, tokens that are drafted.
+    """Write folders with an 8B's shape and an EAGLE-3 draft with dummy weights."""
+    # Hidden size, layers, vocabulary size, draft vocabulary size.
     h, layers, vocab, v = (
         (256, 8, 4096, 512) if place.dry else (4096, 32, 128256, 32000)
     )
@@ -134,9 +138,9 @@ def shape(place: Place) -> tuple[Path, Path]:
         "torch_dtype": "bfloat16", "num_hidden_layers": layers,
         "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False,
     }  # fmt: skip
-    head = base | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    eagle = base | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     aux = [2, layers // 2, layers - 3]
-    head |= {"eagle_aux_hidden_state_layer_ids": aux, "draft_vocab_size": v}
+    eagle |= {"eagle_aux_hidden_state_layer_ids": aux, "draft_vocab_size": v}
     sizes = {
         "self_attn.q_proj": (h, 2 * h), "self_attn.k_proj": (kv * 128, 2 * h),
         "self_attn.v_proj": (kv * 128, 2 * h), "self_attn.o_proj": (h, h),
@@ -146,10 +150,10 @@ def shape(place: Place) -> tuple[Path, Path]:
     }  # fmt: skip
     sizes = {f"midlayer.{name}": size for name, size in sizes.items()}
     sizes |= {"fc": (h, 3 * h), "norm": (h,), "lm_head": (v, h)}
-    given = {f"{n}.weight": torch.full(s, 0.02).bfloat16() for n, s in sizes.items()}
+    tensors = {f"{n}.weight": torch.full(s, 0.02).bfloat16() for n, s in sizes.items()}
     target, draft = place.work / "target", place.work / "draft"
-    for folder, config in (target, base), (draft, head):
+    for folder, config in (target, base), (draft, eagle):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(given | {"d2t": torch.zeros(v).long()}, draft / "model.safetensors")
+    save_file(tensors | {"d2t": torch.zeros(v).long()}, draft / "model.safetensors")
     return target, draft

@@ -1,4 +1,4 @@
-"""Each kernel at a real size: equal to its Torch reference, and how near to a copy."""
+"""Each kernel at a real size: equality with its reference, and bandwidth vs. a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_tide.kernels.launch import runs_triton
 from vllm_tide.kernels.pack_rows import pack_rows, pack_rows_reference
 from vllm_tide.kernels.topk_teacher import topk_teacher, topk_teacher_reference
 
-ROUNDS = 30
+REPEATS = 30
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Case:
     """One kernel at one size.
 
     Attributes:
-        ours: Runs it; returns what is compared.
-        reference: The same in Torch.
-        num_bytes: What it must read and write at the least.
-        exact: Whether every bit must agree.
+        ours: Runs the kernel; returns the tensors to compare.
+        reference: The same in PyTorch.
+        num_bytes: Minimum bytes to read and write.
+        exact: Whether the tensors must be equal bit by bit.
     """
 
     ours: Callable[[], list[Tensor]]
@@ -37,7 +37,7 @@ class Case:
 
 
 def kernels(place: Place) -> None:
-    """Copy bandwidth first, then every kernel against it."""
+    """Measure the copy bandwidth, then every kernel relative to it."""
     size = (1 << 16) if place.dry else (1 << 30)
     copied = place.part("copy", lambda: _copy(place, size))
     for name, make in CASES.items():
@@ -53,15 +53,15 @@ def _copy(place: Place, size: int) -> dict[str, float]:
 
 def _measure(place: Place, make: Any, copied: dict[str, float]) -> dict[str, Any]:
     case: Case = make()
-    found, wanted = case.ours(), case.reference()
+    results, references = case.ours(), case.reference()
     worst = 0.0
-    for ours, theirs in zip(found, wanted, strict=True):
-        a, b = ours.detach().cpu().double(), theirs.detach().cpu().double()
-        assert a.shape == b.shape, "another shape than the reference"
+    for ours, reference in zip(results, references, strict=True):
+        a, b = ours.detach().cpu().double(), reference.detach().cpu().double()
+        assert a.shape == b.shape, "the shape differs from the reference"
         if a.numel():
             worst = max(worst, float((a - b).abs().nan_to_num().max()))
     limit = 0.0 if case.exact else 2e-2
-    place.judge(worst <= limit, f"differs from the reference by {worst}")
+    place.check(worst <= limit, f"differs from the reference by {worst}")
     ours_s, reference_s = _time(place, case.ours), _time(place, case.reference)
     rate = case.num_bytes / ours_s / 1e9
     return {
@@ -75,9 +75,9 @@ def _measure(place: Place, make: Any, copied: dict[str, float]) -> dict[str, Any
 
 
 def _time(place: Place, run: Callable[[], Any]) -> float:
-    """Median seconds by the GPU's own clock."""
+    """Return the median seconds by CUDA events."""
     times = []
-    for _ in range(7 if place.dry else ROUNDS + 5):
+    for _ in range(7 if place.dry else REPEATS + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
@@ -89,23 +89,23 @@ def _time(place: Place, run: Callable[[], Any]) -> float:
 
 def _draw(*shape: int, seed: int = 0, dtype: Any = torch.bfloat16) -> Tensor:
     random = torch.Generator().manual_seed(seed)
-    made = (torch.randn(*shape, generator=random) * 2).to(dtype).cuda()
-    assert runs_triton(made), "Triton is missing, or does not run here"
-    return made
+    tensor = (torch.randn(*shape, generator=random) * 2).to(dtype).cuda()
+    assert runs_triton(tensor), "Triton is missing, or does not run here"
+    return tensor
 
 
 def _pack_rows() -> Case:
     rows, width = 4096, 4096
     features = [_draw(rows, width, seed=i) for i in range(3)]
-    wanted = torch.arange(rows, dtype=torch.int32, device="cuda")
+    indices = torch.arange(rows, dtype=torch.int32, device="cuda")
     blocks = [torch.zeros_like(torch.cat(features, dim=-1)) for _ in range(2)]
 
     def run(function: Any, block: Tensor) -> list[Tensor]:
-        function(features, wanted, block)
+        function(features, indices, block)
         return [block]
 
     moved = 2 * blocks[0].nbytes
-    ours = lambda: run(pack_rows, blocks[0])  # noqa: E731 - a pair of the same
+    ours = lambda: run(pack_rows, blocks[0])  # noqa: E731
     return Case(ours, lambda: run(pack_rows_reference, blocks[1]), moved, exact=True)
 
 
@@ -114,8 +114,8 @@ def _topk_teacher() -> Case:
     logits = _draw(rows, vocab, dtype=torch.float32)
 
     def run(function: Any) -> list[Tensor]:
-        found = function(logits, k)
-        return [found.ids, found.logprobs, found.tail_logprob.exp()]
+        result = function(logits, k)
+        return [result.ids, result.logprobs, result.tail_logprob.exp()]
 
     moved = logits.numel() * logits.element_size()
     return Case(

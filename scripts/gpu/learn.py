@@ -1,4 +1,4 @@
-"""Serving while a trainer learns on the same GPU, which is started anew by hand."""
+"""Serving while a trainer, started by these steps, trains on the same GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflate_model import inflate
 
 ATTACH_S = 40
 FULL = {"control": {"policy": "adaspec"}, "test_time": {"memory": "ngram"}}
-# What serves the stream of `gain`: tokens that are drafted at most, and the rest.
+# Arms of `gain`: maximum draft tokens, and the `tide` section.
 GAIN: dict[str, tuple[int, Any]] = {
     "gain_none": (0, None),
     "gain_frozen": (3, None),
@@ -30,7 +30,7 @@ GAIN: dict[str, tuple[int, Any]] = {
 def _trainer(
     place: Place, engine: Engine, share: float, *module: str
 ) -> Iterator[None]:
-    """A trainer, from when it reads what the engine captures."""
+    """Run a trainer; enter the context when it has attached to the ring."""
     from vllm_tide.transport.ring import consumer_alive
 
     train = {"device": "cpu" if place.dry else "cuda", "gpu_share": share}
@@ -40,10 +40,10 @@ def _trainer(
     with (place.work / f"trainer-{len(module)}-{share}.log").open("w") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            until = time.monotonic() + ATTACH_S * (5 if place.dry else 1)
+            deadline = time.monotonic() + ATTACH_S * (5 if place.dry else 1)
             while not consumer_alive(engine.tide._ring._segment.load):
                 assert child.poll() is None, f"the trainer ended: {log.name}"
-                assert time.monotonic() < until, f"it does not attach: {log.name}"
+                assert time.monotonic() < deadline, f"not attached in time: {log.name}"
                 time.sleep(0.1)
             yield
             assert child.poll() is None, f"the trainer ended: {log.name}"
@@ -56,20 +56,21 @@ def _trainer(
 
 
 def shares(place: Place) -> None:
-    """Throughput and slow steps at real widths: no trainer, then its shares."""
+    """Measure throughput and slow steps without a trainer, and by its GPU share."""
     memory = {"gpu_memory_utilization": 0.6, "max_num_seqs": 64}
-    engine, given = Engine(place, wide(place), 3, {}, **memory), prompts()
+    engine, token_ids = Engine(place, wide(place), 3, {}, **memory), prompts()
     batch, seconds = (2, 2.0) if place.dry else (32, 15.0)
-    engine.serve(given, batch, seconds / 3)
-    place.part("no trainer", lambda: engine.serve(given, batch, seconds))
+    serve = lambda: engine.serve(token_ids, batch, seconds)  # noqa: E731
+    engine.serve(token_ids, batch, seconds / 3)
+    place.part("no trainer", serve)
     for share in (0.2, 1.0):
         with _trainer(place, engine, share):
-            engine.serve(given, batch, seconds)  # until it learns
-            place.part(f"share {share}", lambda: engine.serve(given, batch, seconds))
+            serve()  # until it trains
+            place.part(f"share {share}", serve)
 
 
 def shift(place: Place) -> None:
-    """The stream changes its domain: acceptance, swaps; then a bad head is planted."""
+    """Measure a domain shift (acceptance, swaps), then plant a bad draft."""
     from bench.suites import planting as rollback_trainer
     from bench.suites.planting import order
 
@@ -78,14 +79,14 @@ def shift(place: Place) -> None:
     batch, seconds = (2, 8.0) if place.dry else (16, 20.0)
 
     def serve(domain: str) -> dict[str, Any]:
-        found = engine.serve(prompts(domain), batch, seconds)
-        return {**found, "swaps": engine.tide.swapper.num_swaps}
+        figures = engine.serve(prompts(domain), batch, seconds)
+        return {**figures, "swaps": engine.tide.swapper.num_swaps}
 
     with _trainer(place, engine, 0.2):
         place.part("python", lambda: serve("python"))
         for part in range(1 if place.dry else 7):
             learnt = place.part(f"docs_en {part}", lambda: serve("docs_en"))
-    place.judge(learnt["swaps"] > 0, "no head was ever installed")
+    place.check(learnt["swaps"] > 0, "no draft was installed")
 
     def plant() -> list[Any]:
         order(place.work / "run", 0, "permuted", 0)
@@ -93,14 +94,14 @@ def shift(place: Place) -> None:
             return [serve("docs_en") for _ in range(1 if place.dry else 4)]
 
     back = place.part("planted", plant)[-1]["swaps"] - learnt["swaps"]
-    place.judge(back >= 2, "the planted head was not served, or not taken back")
+    place.check(back >= 2, "the planted draft was not served, or not rolled back")
 
 
 def gain(place: Place) -> None:
-    """The target as slow as a large one; the stream changes its domain.
+    """Measure a domain shift with a target inflated to the cost of a large one.
 
-    Served by the arm that the step is named after: without speculation, with a draft
-    that is never trained, or with everything on and a trainer on the same GPU.
+    The step's name selects the arm: without speculation, with a frozen draft, or with
+    all features and a trainer on the same GPU.
     """
     k, tide = GAIN[place.data["stage"]]
     target = place.work / "target"
@@ -114,9 +115,9 @@ def gain(place: Place) -> None:
     batch, seconds = (2, 4.0) if place.dry else (32, 12.0)
 
     def serve(domain: str) -> dict[str, Any]:
-        found = engine.serve(prompts(domain), batch, seconds)
+        figures = engine.serve(prompts(domain), batch, seconds)
         swaps = 0 if tide is None else engine.tide.swapper.num_swaps
-        return found | {"swaps": swaps}
+        return figures | {"swaps": swaps}
 
     with contextlib.nullcontext() if tide is None else _trainer(place, engine, 0.2):
         engine.serve(prompts("python"), batch, seconds / 3)

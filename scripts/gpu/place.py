@@ -1,4 +1,4 @@
-"""Where a stage runs and what it has measured so far."""
+"""Device and stored results of a stage."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from json_text import json_text
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "scripts" / "demo"
 HERE = Path(__file__).resolve().parent
-# Of a dry run: what the null GPU leaves in memory is made plausible, then the program.
+# Prologue of a dry run: patch step results, because null kernels write none.
 DRY = f"""import runpy, sys
 sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "null_gpu")!r}]
-from engine import say_that_one_token_was_sampled
-say_that_one_token_was_sampled()
+from engine import patch_step_results
+patch_step_results()
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")"""
 
 
-class CannotRun(Exception):  # noqa: N818 - says what it is
-    """This stage cannot run here; one sentence says why."""
+class CannotRun(Exception):  # noqa: N818
+    """The stage cannot run here; the message is the reason."""
 
 
-class TimeIsOver(Exception):  # noqa: N818 - says what it is
-    """The rest is for the next call."""
+class TimeIsOver(Exception):  # noqa: N818
+    """The time limit is over; the next call measures the remaining parts."""
 
 
 class Place:
-    """One stage on one chip, part by part.
+    """Results of one stage on one chip, part by part.
 
     Args:
-        stage: Its name.
-        what: What it answers.
-        file: The results; parts that are in it are not measured again.
-        minutes: No part begins later.
+        stage: Name of the stage.
+        what: Description for the results.
+        file: File of the results; parts in it are not measured again.
+        minutes: Time limit for the start of a part.
 
     Raises:
-        CannotRun: There is no GPU, or the file is of another stage or chip.
+        CannotRun: There is no GPU, or the file is from another stage or chip.
     """
 
     def __init__(self, stage: str, what: str, file: Path, minutes: float) -> None:
         if not torch.cuda.is_available():
-            raise CannotRun(f"{stage} needs a GPU and there is none")
+            raise CannotRun(f"{stage} needs a GPU, and no GPU is available")
         self.file = file.resolve()
         self.dry = bool(os.environ.get("TIDE_DRY"))  # on the null GPU
         self.work = self.file.with_name(self.file.name + ".work")
-        self._until = time.monotonic() + 60 * minutes
+        self._deadline = time.monotonic() + 60 * minutes
         chip = "null GPU (--dry-run)" if self.dry else torch.cuda.get_device_name()
         self.data: dict[str, Any] = {
             "stage": stage,
@@ -66,53 +66,54 @@ class Place:
             "parts": {},
         }
         if self.file.exists():
-            kept = json.loads(self.file.read_text(encoding="utf-8"))
-            if (kept.get("stage"), kept.get("chip")) != (stage, chip):
+            stored = json.loads(self.file.read_text(encoding="utf-8"))
+            before = stored.get("stage"), stored.get("chip")
+            if before != (stage, chip):
                 raise CannotRun(
-                    f"--json {file} holds {kept.get('stage')} on {kept.get('chip')}, "
-                    f"this is {stage} on {chip}: give another file"
+                    f"{file} has results of {before[0]} on {before[1]}, not of "
+                    f"{stage} on {chip}: give another file"
                 )
-            self.data["parts"] = kept["parts"]
+            self.data["parts"] = stored["parts"]
         self.work.mkdir(parents=True, exist_ok=True)
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """One part's results, measured now unless they are known already.
+        """Return a part's results; measure it unless the file has them.
 
         Raises:
-            TimeIsOver: It would have to begin too late.
+            TimeIsOver: The time limit is over before the measurement.
         """
         if name in self.data["parts"]:
             return self.data["parts"][name]
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._deadline:
             raise TimeIsOver
         began = time.monotonic()
-        found = measure()
-        self.data["parts"][name] = found
-        print(f"{name}: {json.dumps(found)[:300]} ({time.monotonic() - began:.1f} s)")
+        result = measure()
+        self.data["parts"][name] = result
+        print(f"{name}: {json.dumps(result)[:300]} ({time.monotonic() - began:.1f} s)")
         sys.stdout.flush()
         self._write()
-        return found
+        return result
 
-    def judge(self, good: bool, sentence: str) -> None:
-        """Of a figure; those of a dry run mean nothing.
+    def check(self, good: bool, message: str) -> None:
+        """Check a figure; skip it in a dry run, where figures have no meaning.
 
         Raises:
-            AssertionError: It is wrong.
+            AssertionError: The check failed.
         """
         if not (good or self.dry):
-            raise AssertionError(sentence)
+            raise AssertionError(message)
 
     def finish(self) -> int:
-        """Write the whole; the exit status."""
+        """Write the complete results; return the exit status."""
         self.data["complete"] = True
         self._write()
         return 0
 
     def command(self, command: Sequence[str], log: str) -> None:
-        """Run a program of the checkout, its words in a file of the work folder.
+        """Run a program of the checkout with its output in the work folder.
 
         Raises:
-            RuntimeError: It failed; the message ends with its last words.
+            RuntimeError: It failed; the message has the end of the output.
         """
         path = self.work / f"{log}.log"
         folder = Path(sys.executable).parent
@@ -127,11 +128,11 @@ class Place:
                 check=False,
             )
         if done.returncode:
-            words = path.read_text(encoding="utf-8", errors="replace")[-1500:]
-            raise RuntimeError(f"{log} ended with {done.returncode}: {words}")
+            output = path.read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise RuntimeError(f"{log} exited with {done.returncode}: {output}")
 
     def child(self, case: dict[str, Any], log: str) -> dict[str, Any]:
-        """What `generate.py` reports of a case: an engine in a process of its own."""
+        """Run `generate.py` on a case in a separate process; return its report."""
         report = self.work / f"{log}.json"
         report.unlink(missing_ok=True)
         case = {"report": str(report), **case}

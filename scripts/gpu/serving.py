@@ -1,4 +1,4 @@
-"""Greedy text with and without us, on a GPU."""
+"""Comparison of greedy outputs with and without vllm_tide on a GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bench.harness.identity import Difference, first_difference, rescore_all
 
 
 def smoke(place: Place) -> None:
-    """The demo models: greedy text with speculation is the text without it.
+    """Check that greedy outputs of the demo models are the same with speculation.
 
-    As it is served: in bfloat16 and with graphs. Batches differ, so a near tie may fall
-    either way; the target judges the first difference of each request.
+    Serving is in bfloat16 with CUDA graphs. Batches differ, so near ties may differ;
+    the first difference of each request is re-scored with the target.
     """
     case = {"batch": 2, "tokens": 16} if place.dry else {"batch": 8, "tokens": 96}
     eagle = {"method": "eagle3", "model": str(DEMO / "draft")}
     eagle |= {"num_speculative_tokens": 3}
     tide = {"run_dir": str(place.work / "run"), "train": {"autostart": False}}
-    # A start on a GPU measures no times, which adaspec alone needs.
+    # adaspec needs times, which a GPU start measures for adaptive verification only.
     ours = {**eagle, "tide": {**tide, "control": {"policy": "threshold"}}}
     adaptive = {**tide, "control": {"policy": "adaspec"}}
     cut = {**eagle, "enable_adaptive_verification": True}
@@ -37,20 +37,20 @@ def smoke(place: Place) -> None:
     def serve(name: str) -> Any:
         return place.child({**case, "speculative": arms[name]}, name)
 
-    def served() -> dict[str, Any]:
+    def serve_all() -> dict[str, Any]:
         workers = 1 if place.dry else len(arms)  # nothing is timed
         with ThreadPoolExecutor(workers) as pool:
             return dict(zip(arms, pool.map(serve, arms), strict=True))
 
-    found = place.part("arms", served)
-    if not place.dry:  # the null GPU's text is none
-        place.part("greedy text is equal", lambda: judge(found, "bfloat16"))
+    reports = place.part("arms", serve_all)
+    if not place.dry:  # the null GPU computes no text
+        place.part("greedy text is equal", lambda: compare(reports, "bfloat16"))
 
 
 def lengths(place: Place) -> None:
-    """Each step drafts by hand another length, where graphs are for any mix of them.
+    """Check the outputs if each step has another draft depth, with mixed graphs.
 
-    A step without drafts among them once gave garbage: see `replay_each`.
+    A step without drafts needs `replay_each` for correct outputs.
     """
     from inprocess import Engine
 
@@ -67,37 +67,37 @@ def lengths(place: Place) -> None:
             adaptive={"enable_adaptive_verification": True}, **limits,
         )  # fmt: skip
         names = [engine.add(prompt, tokens) for prompt in plain["prompts"]]
-        control, found = engine.tide.control, {}
+        control, outputs = engine.tide.control, {}
         control.stop()
         for depth in itertools.cycle((3, 0, 1, 0, 0, 3, 3)):
             if not engine.engine.has_unfinished_requests():
                 break
             control.depth = depth
             for output in engine.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        texts = [found[name] for name in names]
-        return {"tokens": texts, "modes": dict(engine.modes)}
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        tokens_of = [outputs[name] for name in names]
+        return {"tokens": tokens_of, "modes": dict(engine.modes)}
 
-    found = {"none": plain, "steered": place.part("steered", steered)}
+    reports = {"none": plain, "steered": place.part("steered", steered)}
     if not place.dry:
-        place.part("greedy text is equal", lambda: judge(found, "bfloat16"))
+        place.part("greedy text is equal", lambda: compare(reports, "bfloat16"))
 
 
-def judge(found: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """The near ties at which an arm's text leaves that of none.
+def compare(reports: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
+    """Return the near ties where an arm's output differs from that of `none`.
 
     Raises:
-        AssertionError: A difference is none.
+        AssertionError: A difference is not a near tie.
     """
-    plain, differences = found["none"], []
-    for name, report in found.items():
-        for i, theirs in enumerate(report["tokens"]):
-            ours, prompt = plain["tokens"][i], plain["prompts"][i]
-            if (at := first_difference(ours, theirs)) is None:
+    plain, differences = reports["none"], []
+    for name, report in reports.items():
+        for i, output in enumerate(report["tokens"]):
+            expected, prompt = plain["tokens"][i], plain["prompts"][i]
+            if (at := first_difference(expected, output)) is None:
                 continue
-            tokens, prefix = (ours[at], theirs[at]), (*prompt, *ours[:at])
+            tokens, prefix = (expected[at], output[at]), (*prompt, *expected[:at])
             differences.append(Difference(("none", name), i, at, tokens, prefix))
-    judged = [d.summary() for d in rescore_all(differences, DEMO / "target", dtype)]
-    wrong = [d for d in judged if not d["near_tie"]]
-    assert not wrong, f"another text than none, and no near tie: {wrong[:3]}"
-    return judged
+    rescored = [d.summary() for d in rescore_all(differences, DEMO / "target", dtype)]
+    wrong = [d for d in rescored if not d["near_tie"]]
+    assert not wrong, f"differs from none without a near tie: {wrong[:3]}"
+    return rescored

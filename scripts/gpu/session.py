@@ -1,4 +1,4 @@
-"""Runs the steps of a call one after the other, each in a process with a time limit."""
+"""Run the steps of a call one after the other, each in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# call: step: (most seconds, module.function of a `Place`)
+# By call and step: maximum seconds, and module.function of a `Place`.
 CALLS: dict[int, dict[str, tuple[int, str]]] = {
     1: {
         "kernel_tests": (150, "checks.tests"),
@@ -33,25 +33,27 @@ CALLS: dict[int, dict[str, tuple[int, str]]] = {
     },
     5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
     6: {
-        "gain_none": (150, "learn.gain"),  # each compiles a large target
+        "gain_none": (150, "learn.gain"),  # each step compiles a large target
         "gain_frozen": (150, "learn.gain"),
         "gain_tide": (300, "learn.gain"),
     },
 }
-DRY_FACTOR = 5  # the null GPU's engines start on a few slow cores
+DRY_FACTOR = 5  # engines on the null GPU start on a few slow cores
 LARGEST = 4 << 20
-LATE = 3  # exit status of a step whose time was over
+LATE = 3  # exit status of a step after its time limit
 
 
 def main() -> int:
-    """Run a call, or, in its process, one step of it."""
+    """Run a call, or one step of it in this process."""
     parser = argparse.ArgumentParser(prog="scripts/gpu/session.sh", description=__doc__)
     parser.add_argument("call", type=int, choices=CALLS, metavar="CALL")
-    parser.add_argument("--minutes", type=float, help="of all steps (default: 9)")
-    parser.add_argument("--only", help="names of steps, with commas")
-    parser.add_argument("--again", action="store_true", help="passed steps too")
-    parser.add_argument("--dry-run", action="store_true", help="on the null GPU")
-    parser.add_argument("--list", action="store_true", help="name the steps")
+    parser.add_argument(
+        "--minutes", type=float, help="time limit of all steps (default: 9)"
+    )
+    parser.add_argument("--only", help="comma-separated names of steps")
+    parser.add_argument("--again", action="store_true", help="also run passed steps")
+    parser.add_argument("--dry-run", action="store_true", help="run on the null GPU")
+    parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     args = parser.parse_args()
     steps = CALLS[args.call]
@@ -67,12 +69,14 @@ def main() -> int:
     if args.step:
         return _step(*steps[args.step][1].split("."), work, args)
     minutes = args.minutes or (60.0 if args.dry_run else 9.0)
-    until = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * minutes
     work.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in names:
         began = time.monotonic()
-        limit = min(steps[name][0] * (DRY_FACTOR if args.dry_run else 1), until - began)
+        limit = min(
+            steps[name][0] * (DRY_FACTOR if args.dry_run else 1), deadline - began
+        )
         detail, good = _run(name, work, limit, args)
         failed += [] if good else [name]
         took = time.monotonic() - began
@@ -83,39 +87,39 @@ def main() -> int:
 
 
 def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
-    """One step in a process of its own: a few words, and whether it passed."""
+    """Run a step in a separate process; return a message and whether it passed."""
     file, log = work / f"{name}.json", work / f"{name}.log"
     before = _read(file).get("passed")
     if before and not args.again:
-        return "has passed before", True
-    if before is not None or args.again:  # else time was over: it goes on
+        return "passed before", True
+    if before is not None or args.again:  # otherwise continue after a time limit
         file.unlink(missing_ok=True)
     if limit < 1:
-        return "no time was left: run the same command again", False
+        return "no time left: run the same command again", False
     command = [sys.executable, sys.argv[0], str(args.call), "--step", name]
     command += ["--minutes", str(limit / 60)] + ["--dry-run"] * args.dry_run
-    with log.open("w", encoding="utf-8") as said:
+    with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(
             command,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         status: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = child.wait(limit)
-        with contextlib.suppress(ProcessLookupError):  # also what it left running
+        with contextlib.suppress(ProcessLookupError):  # including its children
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if status is None:
         return f"ended after {limit:.0f} s", False
-    found = _read(file)
-    good = status == 0 and bool(found.get("complete"))
-    if found and status != LATE:
-        whole = json.dumps(found | {"passed": good}, indent=1)
-        file.write_text(whole, encoding="utf-8")
+    result = _read(file)
+    good = status == 0 and bool(result.get("complete"))
+    if result and status != LATE:
+        text = json.dumps(result | {"passed": good}, indent=1)
+        file.write_text(text, encoding="utf-8")
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if not good:  # engines warn of much when they end
+    if not good:  # engines print warnings when they end
         lines = [line for line in lines if "Error: " in line] or lines
     return " ".join(lines[-1:])[:300], good
 
@@ -129,14 +133,14 @@ def _step(module: str, function: str, work: Path, args: Any) -> int:
         getattr(importlib.import_module(module), function)(place)
     except (AssertionError, CannotRun, TimeIsOver) as error:
         print(f"{type(error).__name__}: {error}"[:500])
-        judged = isinstance(error, AssertionError) and module == "serving"
-        if not (judged and args.dry_run):  # texts of the null GPU mean nothing
+        compared = isinstance(error, AssertionError) and module == "serving"
+        if not (compared and args.dry_run):  # outputs of the null GPU have no meaning
             return LATE if isinstance(error, TimeIsOver) else 1
     return place.finish()
 
 
 def _pack(work: Path) -> None:
-    """All results in one JSON, all logs and traces in one archive."""
+    """Write all results to one JSON, and all logs and traces to one archive."""
     results = {path.stem: _read(path) for path in sorted(work.glob("*.json"))}
     work.with_suffix(".json").write_text(json.dumps(results), encoding="utf-8")
     with tarfile.open(f"{work}.tar.gz", "w:gz") as archive:
@@ -147,8 +151,8 @@ def _pack(work: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return data if isinstance(data, dict) else {}
     return {}
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One of the six calls of a session on a GPU: steps, each PASS or FAIL, then a summary.
+# Run one of the six calls of a session on a GPU: steps with PASS or FAIL, then a summary.
 #
 #   scripts/gpu/session.sh CALL [--minutes M] [--only A,B] [--again] [--dry-run]
 #   scripts/gpu/session.sh CALL --list
 #
-# CALL is 1 (bring-up) to 6 (gain). A step that passed is not run again, but for
-# --again. --dry-run: the smallest sizes on the null GPU, whose figures mean nothing.
-# Exit status: 0 all passed, 1 a step failed, 2 wrong use.
-# Environment: TIDE_VENV (default: .venv in the checkout), or TIDE_PYTHON (a Python whose
-# modules are the patched vLLM and this package); OUT (default: out/gpu); for --dry-run
-# NULL_GPU, the stand-in's folder, as in scripts/null_gpu.sh.
+# CALL is 1 (bring-up) to 6 (gain). Passed steps are skipped, except with --again.
+# --dry-run: the smallest sizes on the null GPU, where figures have no meaning.
+# Exit status: 0 all passed, 1 a step failed, 2 usage error.
+# Environment: TIDE_VENV (default: .venv in the checkout), or TIDE_PYTHON (a Python with
+# the patched vLLM and this package); OUT (default: out/gpu); for --dry-run NULL_GPU, the
+# folder of the null GPU, as in scripts/null_gpu.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -19,7 +19,7 @@ case " $* " in
     *" --list "*) exec python3 "$here/scripts/gpu/session.py" "$@" ;;
 esac
 python=${TIDE_PYTHON:-${TIDE_VENV:-$here/.venv}/bin/python}
-command -v "$python" > /dev/null || die "TIDE_VENV: there is no $python; run scripts/install.sh first."
+command -v "$python" > /dev/null || die "TIDE_VENV: $python does not exist; run scripts/install.sh first."
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 "$python" "$here/scripts/demo/unpack.py"
 case " $* " in

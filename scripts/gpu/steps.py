@@ -1,4 +1,4 @@
-"""Steps at an 8B's shape: their cost by batch and depth, traces, swaps under load."""
+"""Steps at an 8B's shape: cost by batch and depth, traces, swaps under load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, SWAPS = 10, 5
 
 
 def start(place: Place) -> Engine:
-    """The engine of an 8B's shape, its weights made up."""
+    """Start an engine of an 8B's shape with dummy weights."""
     tide = {"capture": {"ring_mib": 1024}, "control": {"policy": "threshold"}}
     most = 512 if place.dry else 8192
     more = {"max_num_seqs": 256, "gpu_memory_utilization": 0.85, "load_format": "dummy"}
@@ -28,26 +28,26 @@ def start(place: Place) -> Engine:
 
 
 def load(engine: Engine, batch: int) -> None:
-    """Serve so many requests, of any tokens, which do not end soon, and no others."""
+    """Replace all requests by `batch` long ones with dummy prompts."""
     engine.drain()
     for i in range(batch):
         engine.add([(7 * i + j) % 4000 + 5 for j in range(128)], 1900)
 
 
 def step(engine: Engine, steps: int, collect: bool) -> None:
-    """Step, capturing for a reader that never lags, or not."""
-    from vllm_tide.transport.ring import Word
+    """Run steps, with capture into an always empty ring, or without capture."""
+    from vllm_tide.transport.ring import Atomic
 
     ring = engine.tide._ring
     for _ in range(steps):
-        ring._segment.store(Word.TAIL, ring._head)
-        ring._segment.store(Word.COLLECT, int(collect))
+        ring._segment.store(Atomic.TAIL, ring._head)
+        ring._segment.store(Atomic.COLLECT, int(collect))
         engine.step()
     torch.cuda.synchronize()
 
 
 def curves(place: Place) -> None:
-    """Milliseconds of a step by batch and depth, capture on and off, and its graphs."""
+    """Measure step times by batch and depth with and without capture, and graphs."""
     engine = start(place)
     manager, tide = engine.runner.cudagraph_manager, engine.tide
     graphs = {mode.name: len(of) for mode, of in manager._capture_descs.items()}
@@ -86,7 +86,7 @@ def curves(place: Place) -> None:
 
 
 def seams(place: Place) -> None:
-    """Swaps, then all on, then without capture, then upstream's own steps."""
+    """Measure swaps, then steps with everything, without capture, and of upstream."""
     engine = start(place)
     engine.tide.control.stop()
     place.part("swaps", lambda: _swaps(place, engine))
@@ -96,7 +96,9 @@ def seams(place: Place) -> None:
         run(12)
         steps, began = 4 if place.dry else 60, time.perf_counter()
         run(steps)
-        ms = 1e3 * (time.perf_counter() - began) / steps  # the profiler slows the host
+        ms = (
+            1e3 * (time.perf_counter() - began) / steps
+        )  # before the profiler, which slows the host
         with profile() as profiled:
             run(STEPS)
         file = place.work / f"trace_{name}.json.gz"
@@ -113,12 +115,12 @@ def seams(place: Place) -> None:
         place.part(name, lambda n=name, on=on: trace(n, on))
     runner = engine.runner
     engine.worker.tide = runner.tide = runner.speculator.tide = None
-    del runner.sample, runner.speculator.propose  # ours, around the class's own
+    del runner.sample, runner.speculator.propose  # remove vllm_tide's instance wrappers
     place.part("upstream", lambda: trace("upstream", upstream))
 
 
 def _gaps(file: Path) -> dict[str, Any]:
-    """Of a trace: time of a step, of it the busiest stream's idle time, and waits."""
+    """Return a trace's step time, idle time of the busiest stream, and waits."""
     with gzip.open(file, "rt") as text:
         events = json.load(text)["traceEvents"]
     streams: dict[Any, list[tuple[float, float]]] = {}
@@ -129,19 +131,19 @@ def _gaps(file: Path) -> dict[str, Any]:
             spans.append((event["ts"], event["ts"] + event["dur"]))
         name = str(event.get("name"))
         waits[name] += "Synchronize" in name or "DtoH" in name
-    found = {"waits": {name: n / STEPS for name, n in waits.items() if n}}
+    result = {"waits": {name: n / STEPS for name, n in waits.items() if n}}
     if not streams:
-        return found
+        return result
     spans = sorted(max(streams.values(), key=lambda of: sum(b - a for a, b in of)))
     idle, end = 0.0, spans[0][0]
     for begin, last in spans:
         idle, end = idle + max(begin - end, 0.0), max(end, last)
     whole = (end - spans[0][0]) / STEPS
-    return {"step_us": whole, "idle_us": idle / STEPS, **found}
+    return {"step_us": whole, "idle_us": idle / STEPS, **result}
 
 
 def _swaps(place: Place, engine: Any) -> list[dict[str, Any]]:
-    swapper, found = engine.tide.swapper, []
+    swapper, rows = engine.tide.swapper, []
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     draft, install = engine.runner.get_draft_model(), swapper.install_ordered
     addresses = [p.data_ptr() for p in draft.parameters()]
@@ -167,8 +169,8 @@ def _swaps(place: Place, engine: Any) -> list[dict[str, Any]]:
             "publish_s": published - began,
             "gpu_ms": events[0].elapsed_time(events[1]),
         }
-        found.append(
+        rows.append(
             took | {"swap_step_ms": times[-1], "ms": sorted(times)[len(times) // 2]}
         )
     assert addresses == [p.data_ptr() for p in draft.parameters()], "weights moved"
-    return found
+    return rows

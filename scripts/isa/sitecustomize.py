@@ -1,7 +1,7 @@
-"""Hides newer instruction sets from vLLM, which asks torch for them.
+"""Hide newer instruction sets from vLLM, which detects them with torch.cpu.
 
-Put on PYTHONPATH by scripts/with_isa.sh, which sets TIDE_ISA and what ATen and oneDNN
-read themselves. Without it a Python process is left as it is.
+scripts/with_isa.sh adds this folder to PYTHONPATH and sets TIDE_ISA, besides the
+variables of ATen and oneDNN. Without TIDE_ISA this module has no effect.
 """
 
 import importlib.util
@@ -15,10 +15,10 @@ HIDDEN = {
 
 
 class Hide:
-    """Finder that lets torch.cpu load and then denies what is hidden."""
+    """Import finder that overrides the support checks of torch.cpu."""
 
     def find_spec(self, name, path=None, target=None):
-        """The module's own spec, with a loader that goes on where it ends."""
+        """Return the module's spec with a loader that overrides the checks."""
         if name != "torch.cpu":
             return None
         sys.meta_path.remove(self)

@@ -1,9 +1,10 @@
-"""Adaptive verification on the null GPU: step times, what is sure, what a cut costs.
+"""Adaptive verification on the null GPU: step times, confidences, cost of a cut.
 
-Values mean nothing there, and unwritten memory read as a confidence may be NaN, so what
-is decided from is told: upstream's manager how sure each request's drafts are, our
-controller that they are sure and were all accepted. What follows is the code's own: the
-controller's prices, their way through the scheduler, the tables, the budget, the cut.
+Computed values have no meaning there, and unwritten memory read as a confidence may be
+NaN, so the inputs of the decisions are replaced: the confidences in upstream's manager,
+and, in our controller, high confidences with all drafts accepted. The code under test
+runs unchanged: the controller's step costs, their path through the scheduler, the
+tables, the budget and the cut.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ import numpy as np
 from vllm_tide.control.step_times import StepSample
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 
-# Not 1: the controller takes its log-odds.
+# Below 1, because the controller computes log-odds.
 SURE, UNSURE = 0.99, 0.05
-# Between any two events of the null GPU lies a millisecond. Each row of the target has
-# a price of its own, so that an unsure draft is not worth its row: at 32 rows 1 ms.
+# Any two events of the null GPU are a millisecond apart. The target's time grows with
+# the rows (1 ms at 32 rows), so a draft of low confidence does not pay for its row.
 PASS = ForwardModel((1, 64), (1e-3, 1e-3), 0.0)
 TIMES = TimeModel(ForwardModel((1, 64), (3.1e-5, 2e-3), 0.0), PASS, PASS, host=1e-3)
 
 COSTS = ([(1, 1.0)], [(rows, rows / 32) for rows in range(1, 65)])
-"""The same for upstream's own manager: milliseconds by requests, and by rows."""
+"""The same for upstream's manager: milliseconds by requests, and by rows."""
 
 
 class Confidence:
-    """What upstream's manager reads in the place of the device's confidences.
+    """Replacement of the device's confidences in upstream's manager.
 
     Attributes:
-        sure: Share of the requests whose drafts are sure.
+        sure: Share of the requests with a high confidence.
     """
 
     def __init__(self) -> None:
@@ -59,59 +60,60 @@ class Confidence:
         Manager.get_num_tokens = get_num_tokens
 
     def verified(self) -> list[float]:
-        """Drafted and verified tokens per step since this was asked last."""
+        """Return drafted and verified tokens per step since the last call."""
         steps, self.budget = self.budget, []
         return np.mean(steps, axis=0).round(2).tolist()
 
 
 class Prices:
-    """Counts the steps of which the workers were told prices, and those that used them.
+    """Counter of steps that were sent step costs, and of steps that used them.
 
-    A price counts where every cost it makes is a positive number.
+    A step counts as using them if all resulting costs are positive and finite.
     """
 
     def __init__(self) -> None:
         from vllm_tide.engine.verification import StepCostVerification
 
-        self.steps = self.told = self.used = 0
-        order, costs = StepCostVerification.begin_step, StepCostVerification._costs
+        self.steps = self.sent = self.used = 0
+        begin, costs = StepCostVerification.begin_step, StepCostVerification._costs
 
-        def ordered(manager: Any, scheduler_output: Any, version: int) -> None:
-            order(manager, scheduler_output, version)
+        def begin_step(manager: Any, scheduler_output: Any, version: int) -> None:
+            begin(manager, scheduler_output, version)
             self.steps += 1
-            self.told += manager._step_costs is not None
+            self.sent += manager._step_costs is not None
 
-        def costed(manager: Any, *shape: int) -> Any:
-            found = costs(manager, *shape)
-            drafting, verifying, _ = found
+        def step_costs(manager: Any, *shape: int) -> Any:
+            result = costs(manager, *shape)
+            drafting, verifying, _ = result
             finite = np.isfinite(verifying).all() and np.isfinite(drafting)
-            dear = drafting > 0 and verifying.min() > 0
-            theirs = verifying.base is manager._measured[1]
-            self.used += bool(finite and dear and not theirs)
-            return found
+            positive = drafting > 0 and verifying.min() > 0
+            upstreams = verifying.base is manager._measured[1]
+            self.used += bool(finite and positive and not upstreams)
+            return result
 
-        StepCostVerification.begin_step, StepCostVerification._costs = ordered, costed
+        StepCostVerification.begin_step = begin_step
+        StepCostVerification._costs = step_costs
 
     def read(self) -> dict[str, int]:
-        """Steps, those told prices, those that verified at them; since the last."""
-        found = {"steps": self.steps, "told": self.told, "used": self.used}
-        self.steps = self.told = self.used = 0
-        return found
+        """Return and reset the counts: steps, with costs sent, with costs used."""
+        counts = {"steps": self.steps, "told": self.sent, "used": self.used}
+        self.steps = self.sent = self.used = 0
+        return counts
 
 
-def say_what_was_measured() -> None:
-    """To the controller only: vLLM's own measurement, where no kernel takes time."""
+def patch_measured_times() -> None:
+    """Replace vLLM's measured times in the controller: null kernels take no time."""
     from vllm_tide.engine import verification
 
     verification.times_of_tables = lambda *_: TIMES
 
 
-def say_how_confident() -> None:
-    """To the controller only: confidences, whatever they are, are enough and right."""
+def patch_acceptance_model() -> None:
+    """Disable threshold and calibration of confidences in the controller."""
     from vllm_tide.control import policies
     from vllm_tide.control.acceptance import Acceptance, RequestIntercepts
 
-    def logits(belief: Acceptance, confidence: np.ndarray, *_: Any) -> np.ndarray:
+    def logits(model: Acceptance, confidence: np.ndarray, *_: Any) -> np.ndarray:
         return np.asarray(np.log(confidence) - np.log1p(-confidence))
 
     policies.THRESHOLD = 1e-9
@@ -119,27 +121,27 @@ def say_how_confident() -> None:
     Acceptance.logits = logits  # type: ignore[method-assign]
 
 
-def say_what_is_learnt() -> None:
-    """To the controller only: drafts were sure and accepted, kernels took time.
+def patch_observations() -> None:
+    """Replace the controller's observations: drafts are accepted, with `TIMES`.
 
-    Time passes for it as `TIMES` says: on a busy machine drafting may look dear.
+    Its clock advances by `TIMES` too, because drafting may be slow on a busy machine.
     """
     from vllm_tide.capture.step import Step
     from vllm_tide.engine import control_v2
 
     learn, clock = control_v2.ControlV2.learn, SimpleNamespace(now=0.0)
 
-    def learnt(control: control_v2.ControlV2, step: Step) -> None:
+    def observe(control: control_v2.ControlV2, step: Step) -> None:
         emitted, drafts = step.emitted, step.drafts - step.padding
         step.confidence[:] = SURE
         if step.timing is not None:
-            step.timing.read = partial(_as_told, step.timing.read)
+            step.timing.read = partial(_simulated, step.timing.read)
         clock.now += _seconds(step)
         step.emitted = emitted + drafts
         learn(control, step)
         step.emitted = emitted
 
-    control_v2.ControlV2.learn = learnt
+    control_v2.ControlV2.learn = observe
     control_v2.time = SimpleNamespace(monotonic=lambda: clock.now)
 
 
@@ -155,7 +157,7 @@ def _seconds(step: Any) -> float:
     )
 
 
-def _as_told(read: Any) -> StepSample | None:
+def _simulated(read: Any) -> StepSample | None:
     sample = read()
     if sample is None:
         return None
@@ -166,33 +168,33 @@ def _as_told(read: Any) -> StepSample | None:
 def cuts(
     manager: Any, confidence: Confidence, prices: Prices | None, bench: Any
 ) -> dict[str, Any]:
-    """Counts of a step that verifies all, half and none of what was drafted.
+    """Return the counts of a step that verifies all, half and none of the drafts.
 
     Args:
-        manager: Upstream's or ours, over a decoding batch.
-        confidence: Says which requests are sure.
-        prices: Of ours; None: upstream's own.
-        bench: Steps the engine.
+        manager: Upstream's or ours, with a decoding batch.
+        confidence: Sets the confidences.
+        prices: Counter for our manager; None for upstream's.
+        bench: Runs the engine's steps.
 
     Returns:
-        By what is verified: the counts, with `drafted` and `verified` tokens.
+        Counts by case, with `drafted` and `verified` tokens.
     """
     if prices is None:
         manager.set_cost_curves(*COSTS)
     else:
-        manager._rounds = 10 * 100  # no longer young: it cuts
-    found = {}
+        manager._steps_since_swap = 10 * 100  # cuts are off just after a swap
+    result = {}
     for name, sure in (("all", 1.0), ("half", 0.5), ("none", 0.0)):
         confidence.sure = sure
-        bench.step(20)  # until the controller drafts as deep again
+        bench.step(20)  # until the controller drafts at full depth again
         confidence.verified()
         if prices is not None:
             prices.read()
-        found[name] = bench.window(10)
+        result[name] = bench.window(10)
         drafted, verified = confidence.verified()
-        found[name] |= {"drafted": drafted, "verified": verified}
+        result[name] |= {"drafted": drafted, "verified": verified}
         if prices is not None:
-            found[name]["prices"] = prices.read()
+            result[name]["prices"] = prices.read()
     confidence.sure = 1.0
     bench.step(6)
-    return found
+    return result

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Compiles the null GPU with our counters.
+# Compile the null GPU with call counters.
 #
 #   scripts/null_gpu/build.sh NULL_GPU SITE_PACKAGES OUT
 #
-#   NULL_GPU         its folder (nullrt.c, drv.c, ...)
-#   SITE_PACKAGES    of an environment with the CUDA build of torch, for its headers
+#   NULL_GPU         folder of its sources (nullrt.c, drv.c, ...)
+#   SITE_PACKAGES    site-packages with the CUDA build of torch, for its headers
 #   OUT              folder for the libraries
 set -euo pipefail
 
@@ -14,7 +14,7 @@ mkdir -p "$out"
 headers=(-I"$site/nvidia/cu13/include" -I"$site/triton/backends/nvidia/include")
 gcc=(gcc -O1 -w -fPIC "${headers[@]}")
 
-# Every call that counters.c defines gets another name in the stand-in.
+# Rename every call that counters.c defines in the null GPU.
 renamed() { sed -nE "s/^$1\(((__)?cu[A-Za-z0-9]+).*/-D\1=ng_real_\1/p" "$here/counters.c"; }
 mapfile -t runtime < <(renamed WRAP)
 mapfile -t driver < <(renamed LAUNCH)

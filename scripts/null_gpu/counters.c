@@ -1,8 +1,8 @@
-/* Counts calls of the null GPU's runtime and driver.
+/* Count calls of the null GPU's runtime and driver.
  *
- * The stand-in is compiled with -Dcall=ng_real_call for every call below, and linked with
- * this file, which defines the calls themselves. RUNTIME chooses the runtime's, else the
- * driver's. Read `ng_counts` with ctypes; `ng_names` says what is where.
+ * The null GPU is compiled with -Dcall=ng_real_call for every call below, and linked with
+ * this file, which defines the calls. RUNTIME selects the calls of the runtime, otherwise
+ * those of the driver. Read `ng_counts` with ctypes; `ng_names` has the names in order.
  */
 #include <cuda_runtime_api.h>
 
@@ -28,17 +28,17 @@ static int kind(const void *p) {
     return a.type;
 }
 
-/* Host memory given to cudaHostRegister: what the engine copies to is never given back. */
-static struct { const char *at; size_t size; } held[64];
-static int num_held;
+/* Host memory passed to cudaHostRegister; the engine never unregisters it. */
+static struct { const char *at; size_t size; } regions[64];
+static int num_regions;
 
-static void hold(const char *at, size_t size) {
-    if (num_held < 64) held[num_held].at = at, held[num_held++].size = size;
+static void add_region(const char *at, size_t size) {
+    if (num_regions < 64) regions[num_regions].at = at, regions[num_regions++].size = size;
 }
 
 static int registered(const char *p) {
-    for (int i = 0; i < num_held; i++)
-        if (p >= held[i].at && p < held[i].at + held[i].size) return 1;
+    for (int i = 0; i < num_regions; i++)
+        if (p >= regions[i].at && p < regions[i].at + regions[i].size) return 1;
     return 0;
 }
 
@@ -47,7 +47,7 @@ static void copied(const void *to, const void *from) {
     int in = a == cudaMemoryTypeDevice, out = b == cudaMemoryTypeDevice;
     count(in && out ? D2D : in ? H2D : D2H);
     if (out && !in && registered(to)) count(REGISTERED);
-    /* The host waits for a copy out of, and stages one into, pages that are not locked. */
+    /* Copies from or to pageable memory block the host or are staged. */
     if (a == cudaMemoryTypeUnregistered || b == cudaMemoryTypeUnregistered) count(PAGEABLE);
 }
 
@@ -59,7 +59,7 @@ WRAP(cudaLaunchKernel, (const void *f, dim3 g, dim3 b, void **a, size_t m, cudaS
      (f, g, b, a, m, s), count(LAUNCH))
 WRAP(cudaLaunchKernelExC, (const cudaLaunchConfig_t *c, const void *f, void **a), (c, f, a),
      count(LAUNCH))
-/* What <<<>>> calls. */
+/* Called by <<<>>>. */
 WRAP(__cudaLaunchKernel,
      (cudaKernel_t f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s), (f, g, b, a, m, s),
      count(LAUNCH))
@@ -91,7 +91,7 @@ WRAP(cudaMalloc, (void **p, size_t n), (p, n), count(ALLOC))
 WRAP(cudaMallocAsync, (void **p, size_t n, cudaStream_t s), (p, n, s), count(ALLOC))
 WRAP(cudaHostAlloc, (void **p, size_t n, unsigned f), (p, n, f), count(ALLOC))
 WRAP(cudaHostRegister, (void *p, size_t n, unsigned f), (p, n, f),
-     count(ALLOC); hold(p, n))
+     count(ALLOC); add_region(p, n))
 WRAP(cudaFree, (void *p), (p), count(FREE))
 WRAP(cudaFreeHost, (void *p), (p), count(FREE))
 WRAP(cudaEventRecord, (cudaEvent_t e, cudaStream_t s), (e, s), count(RECORD))

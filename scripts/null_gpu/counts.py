@@ -1,4 +1,4 @@
-"""Reads the counters of the null GPU that this process runs on."""
+"""Counters of the null GPU of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 class Counters:
-    """Calls of the runtime and the driver since the process began."""
+    """Calls of the runtime and the driver since the start of the process."""
 
     def __init__(self) -> None:
         runtime = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -18,7 +18,7 @@ class Counters:
         ]
 
     def read(self) -> dict[str, int]:
-        """Counts by name; a kernel's launch counts whoever launches it."""
+        """Return counts by name; launches include those through the driver."""
         counts = {
             name: int(values[i])
             for names, values in self._parts
@@ -31,12 +31,12 @@ class Counters:
 def _part(
     library: ctypes.CDLL, names: str, counts: str
 ) -> tuple[list[str], ctypes.Array]:
-    words = ctypes.c_char_p.in_dll(library, names).value.decode().split()
-    return words, (ctypes.c_ulong * len(words)).in_dll(library, counts)
+    labels = ctypes.c_char_p.in_dll(library, names).value.decode().split()
+    return labels, (ctypes.c_ulong * len(labels)).in_dll(library, counts)
 
 
 def torch_allocations() -> dict[str, int]:
-    """Blocks that Torch's allocators handed out: no calls of the runtime's."""
+    """Return blocks allocated by PyTorch's allocators, without calls of the runtime."""
     import torch
 
     device = torch.cuda.memory_stats()

@@ -1,8 +1,8 @@
-"""One engine on the null GPU: starts, decodes, is handed another draft, shuts down.
+"""One engine on the null GPU: start, decode, swap of the draft, shutdown.
 
 Argument: JSON case. Prints `RESULT {...}`. Needs the environment of
-`scripts/null_gpu.sh`; values mean nothing there, so the host is told that each step
-samples one token per request.
+`scripts/null_gpu.sh`. Computed values have no meaning there, so step results are
+patched to one sampled token per request.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def main() -> None:
     }
     if case["tide"] is not None:
         speculative["tide"] = section(case)
-        say_that_one_token_was_sampled()
-        adaptive.say_how_confident()
+        patch_step_results()
+        adaptive.patch_acceptance_model()
     confidence = prices = None
     if case["adaptive"]:
         confidence = adaptive.Confidence()
         if case["tide"] is not None:
-            adaptive.say_what_was_measured()
-            adaptive.say_what_is_learnt()
+            adaptive.patch_measured_times()
+            adaptive.patch_observations()
             prices = adaptive.Prices()
     began = time.perf_counter()
     llm = LLM(
@@ -78,7 +78,7 @@ def main() -> None:
     bench = Bench(engine, counters, case["batch"])
     bench.begin(WARM_UP + 8)
     bench.finish()
-    # Within the model's length even for who believes that all drafts are accepted.
+    # Within the model's length, even if all drafts count as accepted.
     bench.begin(900)
     result["prefill"] = bench.window(1)
     bench.step(WARM_UP)
@@ -100,12 +100,12 @@ def main() -> None:
 
 
 def section(case: dict[str, Any]) -> dict[str, Any]:
-    """The `tide` section of a case."""
+    """Return the `tide` section of a case."""
     return case["tide"] | {"run_dir": case["run_dir"]}
 
 
-def say_that_one_token_was_sampled() -> None:
-    """Where the device decides nothing: what a landed step says is made plausible."""
+def patch_step_results() -> None:
+    """Patch the results of a step to one sampled token: null kernels write none."""
     import numpy as np
 
     from vllm_tide.capture.step import Step
@@ -115,10 +115,10 @@ def say_that_one_token_was_sampled() -> None:
     def landed(step: Step) -> None:
         drafted, padding, bounds = step.drafts, step.padding, step.bounds
         read(step)
-        step.bounds = bounds  # no kernel packed the device's
+        step.bounds = bounds  # no kernel packed those on the device
         step.emitted[:] = 1
         step.start = np.maximum(step.start, 0)
-        if step.cut:  # the host's even split arrives as it was sent
+        if step.cut:  # the host's even split is unchanged
             step.logit_ends = step.bounds[1:]
             step.drafts = np.diff(step.bounds) - 1
             step.padding = np.minimum(padding, step.drafts)
@@ -128,12 +128,12 @@ def say_that_one_token_was_sampled() -> None:
 
 
 class Bench:
-    """Steps an engine and counts.
+    """Driver of an engine's steps that counts calls.
 
     Args:
         engine: vLLM's `LLMEngine`, in this process.
-        counters: Of the null GPU.
-        batch: Requests at a time.
+        counters: Counters of the null GPU.
+        batch: Number of concurrent requests.
     """
 
     def __init__(self, engine: Any, counters: Any, batch: int) -> None:
@@ -143,7 +143,7 @@ class Bench:
         self._begun = 0
 
     def begin(self, tokens: int) -> None:
-        """Queue a batch of requests that generate so many tokens."""
+        """Queue a batch of requests with `tokens` output tokens each."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -156,23 +156,23 @@ class Bench:
             self._engine.add_request(name, prompt, sampling)
 
     def step(self, count: int = 1) -> None:
-        """Step."""
+        """Run steps."""
         for _ in range(count):
             self._engine.step()
 
     def finish(self) -> None:
-        """Step until nothing is left."""
+        """Run steps until all requests have finished."""
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
     def abort(self) -> None:
-        """End the requests."""
+        """Abort the requests."""
         self._engine.abort_request(self._names)
         self.finish()
         self.step(2)
 
     def window(self, steps: int) -> dict[str, Any]:
-        """Counts per step and host milliseconds per step (median)."""
+        """Return counts and median host milliseconds per step."""
         seconds = []
         before = self._counters.read()
         for _ in range(steps):
@@ -188,7 +188,7 @@ class Bench:
 
 
 def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]:
-    """What capture wrote, and a swap while requests are decoding."""
+    """Return the results of capture, and of a swap while requests decode."""
     tide, result = worker.tide, {}
     if tide.capture is not None:
         result["captured_rows"] = tide.capture.rows
@@ -205,31 +205,31 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
 
 
 def read_back(ring: str) -> dict[str, int]:
-    """What a trainer would find in the ring now."""
+    """Read the ring like a trainer and count its records and rows."""
     from vllm_tide.transport.ring import RingReader
 
     reader, rows, records = RingReader.attach(ring), 0, 0
     while (record := reader.read()) is not None:
         rows, records = rows + record.num_rows, records + 1
-    found = {"records": records, "rows": rows}
-    found["corrupt"] = reader.stats().corrupt_records
+    result = {"records": records, "rows": rows}
+    result["corrupt"] = reader.stats().corrupt_records
     reader.close()
-    return found
+    return result
 
 
 def lengths(control: Any, bench: Bench) -> dict[str, Any]:
-    """Counts of a step at each speculative length, fixed by hand."""
+    """Return the counts of a step at each fixed speculative length."""
     control.stop()
-    found = {}
+    result = {}
     for depth in range(control.num_speculative_tokens, -1, -1):
         control.depth = depth
         bench.step(6)
-        found[str(depth)] = bench.window(10)
-    return found
+        result[str(depth)] = bench.window(10)
+    return result
 
 
 def swap(worker: Any, bench: Bench) -> dict[str, Any]:
-    """Publish another draft, step until it is live; the counts of the step it took."""
+    """Publish another draft, run steps until it is live; count the swap's step."""
     import torch
     from safetensors.torch import load_file
 
@@ -277,7 +277,7 @@ def swap(worker: Any, bench: Bench) -> dict[str, Any]:
         "step": step,
         "same_addresses": after == addresses,
         "same_graphs": bench._counters.read()["graphs"] == graphs,
-        # Copies are real on the null GPU.
+        # The null GPU executes copies.
         "new_weights_are_served": bool(torch.equal(served, fit["fc.weight"])),
     }
 

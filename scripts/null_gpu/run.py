@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs the arms of `scripts/null_gpu.sh`, one engine each, and makes the table."""
+"""Run the arms of `scripts/null_gpu.sh`, one engine each, and write the table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
 
 HERE = Path(__file__).parent
-# Control drafts at full depth here, so that its steps are comparable: a null draft is
-# never sure of a token (`adaptive.say_how_confident`).
+# Control drafts at full depth here, so that its steps are comparable, although a null
+# draft has no confidence (`adaptive.patch_acceptance_model`).
 CONTROL = {"policy": "threshold"}
-# Prices need times. Nothing is looked at now and then, so that all steps are alike.
+# Step costs need times. Exploration is off, so that all steps are alike.
 PRICED = {"policy": "adaspec", "probe_share": 0}
 OFF = {"preset": "observe", "capture": {"enabled": False}}
 ALONE = {"train": {"autostart": False}}
@@ -30,20 +30,20 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "capture": OFF | {"capture": {"ring_mib": 64}},
     "control": OFF | {"control": CONTROL},
     "all": ALONE | {"capture": {"ring_mib": 64}, "control": CONTROL},
-    # With adaptive verification, which is compared with upstream's own.
+    # With adaptive verification; compared with upstream's.
     "adaptive_upstream": None,
     "adaptive": ALONE | {"capture": {"ring_mib": 64}, "control": PRICED},
 }
 ADAPTIVE = "adaptive"
-# Less `all`: what the memory costs a step.
-REMEMBERED = ARMS["all"] | {"test_time": {"memory": "ngram"}}
-ARMS["memory"] = REMEMBERED
-# Cut by the host: synchronous scheduling, no adaptive verification.
+# Minus `all`: the cost of the memory per step.
+WITH_MEMORY = ARMS["all"] | {"test_time": {"memory": "ngram"}}
+ARMS["memory"] = WITH_MEMORY
+# Drafts cut by the host: synchronous scheduling, no adaptive verification.
 ARMS["priced"] = OFF | {"control": PRICED | {"verify": True}}
-# All under vLLM's own check (VLLM_GPU_SYNC_CHECK), which makes each wait an error.
+# Everything with vLLM's check VLLM_GPU_SYNC_CHECK, which raises on each wait.
 CHECKED = "checked"
-ARMS[CHECKED] = REMEMBERED
-# Of a decoding step; ours less upstream's.
+ARMS[CHECKED] = WITH_MEMORY
+# Counts per decode step that are compared; ours minus upstream's.
 COMPARED = (
     "launches",
     "graph_launches",
@@ -59,13 +59,13 @@ COMPARED = (
     "stream_waits",
     "event_queries",
 )
-# What a step of ours may not do more often.
+# Counts of our step that must not exceed upstream's.
 WITHOUT_GRAPH = "/verifies_half"
 WAITS = ("synchronisations", "allocations", "pageable_copies", "torch_allocations")
 
 
 def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """One engine; its result, or what it said last."""
+    """Run one engine; return its result, or print the end of its output."""
     with tempfile.TemporaryDirectory() as run_dir:
         case = {
             "tide": ARMS[arm],
@@ -94,60 +94,61 @@ def run(arm: str, asynchronous: bool, options: argparse.Namespace) -> dict[str, 
 
 
 def difference(ours: dict[str, Any], upstream: dict[str, Any]) -> dict[str, float]:
-    """What a step of ours does more than upstream's."""
+    """Return the counts of our step minus upstream's."""
     return {name: round(ours[name] - upstream[name], 3) for name in COMPARED}
 
 
-def steps_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The kinds of step that a run counted, by a suffix of its name."""
-    kinds = {"": found["decode"]}
-    for name, step in found.get("cuts", {}).items():
+def steps_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the kinds of step of a run, by a suffix of its name."""
+    kinds = {"": result["decode"]}
+    for name, step in result.get("cuts", {}).items():
         kinds[f"/verifies_{name}"] = step
     return kinds
 
 
 def compared_runs(runs: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name and result of each run, and upstream's that it is compared with."""
-    for name, found in runs.items():
+    """Yield name and result of each run, and the upstream result to compare with."""
+    for name, result in runs.items():
         scheduling, _, arm = name.partition("/")
         own = f"{ADAPTIVE}_upstream" if arm.startswith(ADAPTIVE) else "upstream"
         upstream = runs.get(f"{scheduling}/{own}", {})
-        if arm != CHECKED and "decode" in found and "decode" in upstream:
-            yield name, found, upstream
+        if arm != CHECKED and "decode" in result and "decode" in upstream:
+            yield name, result, upstream
 
 
 def table(runs: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What ours do more than upstream's, by run and kind of step."""
+    """Return the differences to upstream by run and kind of step."""
     more = {}
-    for name, found, upstream in compared_runs(runs):
-        theirs = steps_of(upstream)
-        for kind, step in steps_of(found).items():
-            more[name + kind] = difference(step, theirs[kind])
+    for name, result, upstream in compared_runs(runs):
+        baseline = steps_of(upstream)
+        for kind, step in steps_of(result).items():
+            more[name + kind] = difference(step, baseline[kind])
     return more
 
 
-def priced(found: dict[str, Any]) -> bool:
-    """Whether each step that was to be priced was: told to the worker, and used."""
-    if "prices" not in found:
+def priced(result: dict[str, Any]) -> bool:
+    """Return whether the worker received and used step costs in each such step."""
+    if "prices" not in result:
         return True
-    cuts = (step["prices"] for step in found["cuts"].values())
-    counts = [found["prices"], *cuts]
+    cuts = (step["prices"] for step in result["cuts"].values())
+    counts = [result["prices"], *cuts]
     return all(c["steps"] == c["told"] == c["used"] > 0 for c in counts)
 
 
 def waits_more(runs: dict[str, Any]) -> bool:
-    """True if a step waits or allocates more often than upstream's.
+    """Return whether a step waits or allocates more often than upstream's.
 
-    Under adaptive verification the draft's first pass has no graph of ours
-    (`replay_each`): steps are held against those of upstream's that have none for it.
+    With adaptive verification our first draft pass has no CUDA graph (`replay_each`),
+    so these steps are compared with upstream's steps without that graph.
     """
-    for name, found, upstream in compared_runs(runs):
-        theirs = steps_of(upstream)
+    for name, result, upstream in compared_runs(runs):
+        baseline = steps_of(upstream)
         if name.endswith(f"/{ADAPTIVE}"):
-            theirs |= {kind: theirs[WITHOUT_GRAPH] for kind in ("", "/verifies_all")}
-        for kind, step in steps_of(found).items():
-            more = difference(step, theirs[kind])
-            # A window of ten steps may hold one block of another's.
+            without = baseline[WITHOUT_GRAPH]
+            baseline |= {kind: without for kind in ("", "/verifies_all")}
+        for kind, step in steps_of(result).items():
+            more = difference(step, baseline[kind])
+            # A window of ten steps may include one block of another component.
             most = {"torch_allocations": 0.5}
             if any(more[name] > most.get(name, 0.0) for name in WAITS):
                 return True
@@ -155,16 +156,17 @@ def waits_more(runs: dict[str, Any]) -> bool:
 
 
 def sound(runs: dict[str, Any]) -> bool:
-    """Whether each run is whole, without a fault and priced, and none waits more."""
-    whole = all(found.get("faults") == {} and priced(found) for found in runs.values())
-    served = all(found.get("predicts", True) for found in runs.values())
-    return whole and served and not waits_more(runs)
+    """Return whether all runs are complete, without faults and additional waits."""
+    results = runs.values()
+    complete = all(run.get("faults") == {} and priced(run) for run in results)
+    predicting = all(run.get("predicts", True) for run in results)
+    return complete and predicting and not waits_more(runs)
 
 
 def document(runs: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` gets."""
+    """Return the document of `--json`."""
     return {
-        "what": "Calls per decoding step on a null GPU, whose kernels do nothing; "
+        "what": "Calls per decoding step on a null GPU without kernel code; "
         "host_ms is the host's time alone, on a shared machine.",
         "environment": {p: version(p) for p in ("torch", "triton", "vllm")},
         "batch": options.batch,
@@ -175,16 +177,16 @@ def document(runs: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> int:
-    """Run the arms; 0 if each ran whole, priced and with upstream's waits only."""
+    """Run the arms; return 0 if `sound`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--scheduling", default="async,sync")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--timeout", type=float, default=540, help="seconds an engine")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds per engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--keep", action="store_true", help="keep the runs that --json holds already"
+        "--keep", action="store_true", help="skip runs that --json has already"
     )
     options = parser.parse_args()
     runs: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""Leaves in a lock only hashes of files that can be installed on x86-64 Linux (glibc).
+"""Reduce a lock to the hashes of files for x86-64 Linux (glibc).
 
 usage: linux_hashes.py LOCK
 
-A release of a compiled package has a hundred files for other machines; their hashes
-were most of the lock. Asks the package index for names and hashes. A release without
-wheels for all of `PYTHONS` keeps its source archives too.
+A release of a compiled package has a hundred files for other platforms. Names and
+hashes of the files come from the package index. If a release has no wheels for some of
+`PYTHONS`, the hashes of its source archives are kept too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 def pythons_of(tag: Tag) -> frozenset[str]:
-    """The Pythons of `PYTHONS` for which a wheel of this tag can be installed."""
+    """Return the Pythons of `PYTHONS` that can install a wheel of this tag."""
     linux = "manylinux" in tag.platform or tag.platform.startswith("linux")
     if tag.platform != "any" and not (linux and tag.platform.endswith("_x86_64")):
         return frozenset()
@@ -43,40 +43,40 @@ def pythons_of(tag: Tag) -> frozenset[str]:
 
 
 def files_of(name: str) -> dict[str, frozenset[str] | None]:
-    """SHA-256 of each file of a project: Pythons it is for; None: a source archive."""
+    """Return the Pythons of each file by SHA-256; None: a source archive."""
     request = urllib.request.Request(
         f"{PyPI.simple_url}/{canonicalize_name(name)}/",
         headers={"Accept": "application/vnd.pypi.simple.v1+json"},
     )
     with urllib.request.urlopen(request, timeout=180) as answer:
         files = json.load(answer)["files"]
-    found: dict[str, frozenset[str] | None] = {}
+    result: dict[str, frozenset[str] | None] = {}
     for file in files:
         pythons: frozenset[str] | None = None
         if file["filename"].endswith(".whl"):
             try:
                 tags = parse_wheel_filename(file["filename"])[3]
-            except InvalidWheelFilename:  # a name from old times
+            except InvalidWheelFilename:  # an outdated file name
                 tags = frozenset()
             pythons = frozenset().union(*map(pythons_of, tags))
-        found[file["hashes"].get("sha256", "")] = pythons
-    return found
+        result[file["hashes"].get("sha256", "")] = pythons
+    return result
 
 
 def without_others(entry: str, known: dict[str, frozenset[str] | None]) -> str:
-    """One pin of the lock with the hashes that are of use."""
+    """Return a pin of the lock with the hashes for this platform."""
     hashes = _HASH.findall(entry)
     wheels = [digest for digest in hashes if known.get(digest)]
     covered = frozenset().union(*(known[digest] or () for digest in wheels))
     sources = [d for d in hashes if d in known and known[d] is None]
-    kept = wheels if covered == frozenset(PYTHONS) else sorted(wheels + sources)
-    head = entry[: entry.index("--hash=")].rstrip().removesuffix("\\").rstrip()
-    lines = (f"    --hash=sha256:{digest}" for digest in kept or hashes)
-    return " \\\n".join([head, *lines]) + "\n"
+    chosen = wheels if covered == frozenset(PYTHONS) else sorted(wheels + sources)
+    pin = entry[: entry.index("--hash=")].rstrip().removesuffix("\\").rstrip()
+    lines = (f"    --hash=sha256:{digest}" for digest in chosen or hashes)
+    return " \\\n".join([pin, *lines]) + "\n"
 
 
 def main() -> int:
-    """Rewrite the lock; the exit status."""
+    """Rewrite the lock; return the exit status."""
     path = Path(sys.argv[1])
     text = path.read_text()
     entries = re.split(r"(?m)^(?=[A-Za-z0-9])", text)

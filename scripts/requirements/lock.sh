@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Rewrites cpu.lock and dev.lock from vLLM's CPU wheel and pyproject.toml.
+# Rewrite cpu.lock and dev.lock from vLLM's CPU wheel and pyproject.toml.
 #
 #   PYTHON=python3 scripts/requirements/lock.sh
 #
-# Needs uv and packaging for PYTHON (pip install uv packaging). torch and its family are
-# left out: which build is right depends on the machine, and scripts/install.sh chooses.
-# What torch itself needs is locked with the rest. Hashes of every file of a release that this platform can install
-# are kept, so that one lock serves all Python versions.
+# PYTHON needs uv and packaging (pip install uv packaging). torch and its family are not
+# locked: the build depends on the machine, and scripts/install.sh selects it. Requirements
+# of torch are locked. The lock has the hashes of every file of a release that this platform
+# can install, for all Python versions.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,18 +25,18 @@ with zipfile.ZipFile(wheel) as archive:
     name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(archive.read(name))
 torch_family = re.compile(r"torch(vision|audio|codec)?\b(?!-)")
-wanted = [
+requirements = [
     requirement
     for requirement in metadata.get_all("Requires-Dist")
     if "extra ==" not in requirement and not torch_family.match(requirement)
 ]
 tables = tomllib.loads(project.read_text())["project"]
-wanted += tables["dependencies"] + tables["optional-dependencies"]["report"]
+requirements += tables["dependencies"] + tables["optional-dependencies"]["report"]
 # What torch 2.13 requires.
-# A requirement of only some files of intel-openmp, which uv does not see.
-wanted += ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]
-wanted += ["sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
-(out / "cpu.in").write_text("\n".join(wanted) + "\n")
+# A requirement of only some files of intel-openmp, which uv does not detect.
+requirements += ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]
+requirements += ["sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
+(out / "cpu.in").write_text("\n".join(requirements) + "\n")
 (out / "dev.in").write_text("\n".join(tables["optional-dependencies"]["dev"]) + "\n")
 never = "python_version < '3'"
 (out / "overrides").write_text(

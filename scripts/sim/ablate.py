@@ -1,12 +1,12 @@
-"""Leaves parts of the controller out, one at a time, in the simulator.
+"""Ablation of the controller in the simulator, one part at a time.
 
 scripts/sim/ablate.py --json FILE [--seconds 30] [--part NAME]
 
-Each number is tokens per second without a part over those with it, the geometric mean
-of the cells of the published suite, and the least cell: told the true times, cold (as
-the engine begins, times unknown), with times that change and with faster kernels for
-steps without drafts, each with noise of 10%, and with drafts of other kinds
-(`sim.acceptance.TRUTHS`).
+Each pair of numbers is tokens per second without a part over those with it: the
+geometric mean over the cells of the published suite, and the lowest cell. The
+conditions are: known true times; cold (unknown times, as at an engine start); changing
+times; faster kernels for steps without drafts; other acceptance processes
+(`sim.acceptance.TRUTHS`). Conditions two to four have 10% noise.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ POLICY = adaspec.AdaSpecPolicy
 
 
 def _knobs(**changes: float | bool) -> Callable[[], None]:
-    """A change of the settings."""
+    """Return a function that changes settings."""
 
     def change() -> None:
-        begin = POLICY.__init__
+        original = POLICY.__init__
 
-        def started(self, settings, times):  # type: ignore[no-untyped-def]
-            begin(self, replace(settings, **changes), times)
+        def init(self, settings, times):  # type: ignore[no-untyped-def]
+            original(self, replace(settings, **changes), times)
 
-        POLICY.__init__ = started  # type: ignore[method-assign]
+        POLICY.__init__ = init  # type: ignore[method-assign]
 
     return change
 
 
 def _numbers(module: object, **values: object) -> Callable[[], None]:
-    """A change of constants."""
+    """Return a function that changes constants."""
 
     def change() -> None:
         for name, value in values.items():
@@ -65,38 +65,38 @@ def _not_called(owner: type, name: str) -> Callable[[], None]:
 
 
 def _no_correction() -> None:
-    """The planned length, whatever the confidences say."""
+    """Draft the planned length and ignore the confidences."""
 
     def go_on(self, step, confidence):  # type: ignore[no-untyped-def]
-        this = self._step
-        this.depth = step
-        this.confidences[step - 1] = confidence
-        return step < min(this.max_depth, this.planned + 1)
+        state = self._step
+        state.depth = step
+        state.confidences[step - 1] = confidence
+        return step < min(state.max_depth, state.planned + 1)
 
     POLICY.go_on = go_on  # type: ignore[method-assign]
 
 
 def _no_plan() -> None:
-    """After each pass the confidences decide."""
+    """Decide after each pass by the confidences only."""
     plan = POLICY.plan
 
     def planned(self, batch, now):  # type: ignore[no-untyped-def]
-        found = plan(self, batch, now)
+        result = plan(self, batch, now)
         self._step.planned = 0
-        return found
+        return result
 
     POLICY.plan = planned  # type: ignore[method-assign]
 
 
 def _all_drafts_alike() -> None:
-    """Foreseen are mean drafts, all with the same confidences."""
-    foresee = forecast.Forecaster.__init__
+    """Forecast the mean draft, with equal confidences for all drafts."""
+    original = forecast.Forecaster.__init__
 
-    def begun(self, *args, **more):  # type: ignore[no-untyped-def]
-        foresee(self, *args, **more)
+    def init(self, *args, **more):  # type: ignore[no-untyped-def]
+        original(self, *args, **more)
         self._normal[:] = 0.0
 
-    forecast.Forecaster.__init__ = begun  # type: ignore[method-assign]
+    forecast.Forecaster.__init__ = init  # type: ignore[method-assign]
 
 
 PARTS: dict[str, Callable[[], None]] = {
@@ -123,7 +123,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 class Changing(Truth):
-    """Another process comes and goes: the target takes 1.5 times as long meanwhile."""
+    """Load by another process at intervals: the target takes 1.5 times as long."""
 
     def __init__(self, model: TimeModel, noise: float, seed: int) -> None:
         super().__init__(model, noise, seed)
@@ -136,14 +136,14 @@ class Changing(Truth):
 
 
 class OneRow(Truth):
-    """Kernels for one row of each request are faster, as on many machines."""
+    """Faster kernels for one row per request, as on many machines."""
 
     def target(self, requests: int, context: int, verified: int, prefill: int) -> float:
         factor = 1.0 if verified or prefill else 0.75
         return factor * super().target(requests, context, verified, prefill)
 
 
-# Options of the simulator, and how seconds pass.
+# Options of the simulator, and the true times.
 CONDITIONS: dict[str, tuple[dict[str, Any], type[Truth]]] = {
     "told": ({}, Truth),
     "cold": ({"mismatch": Mismatch(noise=0.1, cold=True)}, Truth),
@@ -154,21 +154,21 @@ CONDITIONS: dict[str, tuple[dict[str, Any], type[Truth]]] = {
 
 
 def throughputs(part: str, condition: str, seconds: float) -> list[float]:
-    """Tokens per second of each cell, a part left out."""
+    """Return tokens per second of each cell without a part."""
     PARTS[part]()
     traces = [synthetic(pattern, seconds, 5.0, 0) for pattern in PATTERNS]
     cells = suite_cells("published", [trace.clipped(MAX_INPUT) for trace in traces])
-    changes, passing = CONDITIONS[condition]
+    changes, kind = CONDITIONS[condition]
     options = Options(by_progress=True, **changes)
-    found = []
+    rates = []
     for cell in cells:
         process = _process(cell.trace, cell.regime, options)
         due = progress_at_arrival(cell.trace, run_arm("none", cell, process, options))
-        truth = passing(cell.time, options.mismatch.noise, options.seed)
+        truth = kind(cell.time, options.mismatch.noise, options.seed)
         policy = arm_policy("adaspec", cell, process, options)
         result = simulate(cell.trace, process, truth, options.server, policy, due)
-        found.append(result.throughput)
-    return found
+        rates.append(result.throughput)
+    return rates
 
 
 def _all(
@@ -184,11 +184,11 @@ def _all(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each part; returns the exit status."""
+    """Print a line for each part and return the exit status."""
     parser = argparse.ArgumentParser(prog="ablate.py", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="of the traces (30)"
+        "--seconds", type=float, default=30.0, help="length of the traces (30)"
     )
     parser.add_argument("--part", action="append", choices=[*PARTS][1:])
     args = parser.parse_args(argv)
@@ -196,21 +196,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
     parts = ["nothing", *(args.part or [*PARTS][1:])]
-    for part, condition, found in _all(parts, args.seconds):
+    for part, condition, rates in _all(parts, args.seconds):
         if part == "nothing":
-            whole[condition] = found
+            whole[condition] = rates
             continue
         if not rows or rows[-1]["without"] != part:
             rows.append({"without": part, "of": {}})
-        ratios = [a / b for a, b in zip(found, whole[condition], strict=True)]
+        ratios = [a / b for a, b in zip(rates, whole[condition], strict=True)]
         mean = exp(sum(map(log, ratios)) / len(ratios))
         rows[-1]["of"][condition] = {"mean": mean, "least": min(ratios)}
         if len(rows[-1]["of"]) == len(CONDITIONS):
-            said = [
+            columns = [
                 f"{each['mean']:.4f} {each['least']:.3f}"
                 for each in rows[-1]["of"].values()
             ]
-            print(f"{part:30}", "  ".join(said), flush=True)
+            print(f"{part:30}", "  ".join(columns), flush=True)
     args.json.write_text(json.dumps({"seconds": args.seconds, "rows": rows}))
     return 0
 

@@ -1,9 +1,9 @@
-"""Between the simulated engine and a policy, as `engine.control_v1` on vLLM's runner.
+"""Adapter of a policy to the simulated engine, like `engine.control_v1` in vLLM.
 
-After each target step, in order: observe, plan, one `go_on` per draft pass (the last
-one too: its confidence counts), choose. What a step without drafting leaves out is
-missing in the draft's KV cache, and is caught up in one pass before the draft runs
-again. The clairvoyant policy alone (it is `punctual`) does not pay for that.
+The calls after each target step are, in order: observe, plan, one `go_on` per draft
+pass (including the last one, which passes its confidence), choose. Tokens of a step
+without drafting are missing in the draft's KV cache and are caught up in one pass
+before the next draft. Only the clairvoyant policy (`free_catchup`) does not pay for it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from vllm_tide.control.step_times import StepSample
 
 
 class Adapter:
-    """Drives one policy.
+    """Adapter of one policy.
 
     Args:
-        policy: Who decides. Besides the protocol it may have `reveal(survival,
-            emitting)`, to be shown the truth, `punctual`, to catch up for nothing,
-            and `fresh`, to run the draft's first pass in every step.
-        process: What the draft gets right.
-        truth: Seconds as they pass.
+        policy: The policy. Optional attributes besides the protocol: `reveal(survival,
+            emitting)` receives the truth, `free_catchup` skips the cost of catching up,
+            and `fresh` runs the draft's first pass in every step.
+        process: The acceptance process.
+        truth: True times.
         server: Limits of the engine.
 
     Attributes:
-        drafted: Draft tokens drafted so far.
+        drafted: Draft tokens so far.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Adapter:
     ) -> None:
         self._policy, self._process, self._truth = policy, process, truth
         self._reveal = getattr(policy, "reveal", None)
-        self._punctual = bool(getattr(policy, "punctual", False))
+        self._free_catchup = bool(getattr(policy, "free_catchup", False))
         self._fresh = bool(getattr(policy, "fresh", False))
         self._slo_seconds = server.slo_seconds
         self._slo = None
         if server.slo_seconds is not None:
             self._slo = SloBook(server.max_num_seqs)
         self._began = np.zeros(server.max_num_seqs, bool)
-        # Views of these serve every batch.
+        # Every batch uses views of these.
         self._no = np.zeros(server.max_num_seqs, bool)
         self._none = np.zeros(server.max_num_seqs, np.int64)
         self._unlimited = np.full(server.max_num_seqs, np.inf)
@@ -57,27 +57,27 @@ class Adapter:
         self.drafted = 0
 
     def add(self, slot: int, now: float) -> None:
-        """A request begins."""
+        """Start a request."""
         self._began[slot] = False
         if self._slo is not None:
             self._slo.add(slot, self._slo_seconds)
         self._policy.add(slot, False, now)
 
     def drop(self, slot: int) -> None:
-        """A request has ended."""
+        """End a request."""
         if self._slo is not None:
             self._slo.finish(slot)
 
     def after_target(self, state: np.ndarray, step: Step, now: float) -> float:
-        """Let the policy act on a step whose tokens are known.
+        """Run the policy after a target step.
 
         Args:
-            state: [8, n] running requests; drafts sent and missed are written.
-            step: What the target did.
+            state: [8, n] running requests; sent and missing drafts are updated.
+            step: The target step.
             now: Simulated seconds.
 
         Returns:
-            Seconds that drafting took, and everything else until the next step.
+            Seconds of drafting and of everything else until the next step.
         """
         slots = state[col.SLOT].copy()
         limit = self._limit(slots, step, now)
@@ -100,7 +100,7 @@ class Adapter:
             limit=limit,
             first_rows=step.rows,
             catchup_rows=int(missing.sum()),
-            prefill=0,  # the engine's worker does not know what is scheduled next
+            prefill=0,  # not known yet, as in the engine's worker
         )
         if self._reveal is not None:
             self._reveal(self._survival(state, batch.caps), step.emitting)
@@ -118,7 +118,7 @@ class Adapter:
         return late_s + first_s + next_s + host_s
 
     def slo_counts(self) -> dict[str, int]:
-        """Requests that met their limit and that missed it; empty without a limit."""
+        """Return the requests within and beyond their limit; empty without a limit."""
         if self._slo is None:
             return {}
         return {"slo_met": int(self._slo.met), "slo_missed": int(self._slo.missed)}
@@ -126,10 +126,10 @@ class Adapter:
     def _draft(
         self, state: np.ndarray, batch: Batch, most: int
     ) -> tuple[int, np.ndarray, float, float, float]:
-        """Steps run, drafts sent [n], seconds: catching up, first pass, the others."""
+        """Return steps, sent drafts [n], seconds of catch-up, first pass, others."""
         truth, cached = self._truth, int(batch.context.sum())
         late_s = 0.0
-        if batch.catchup_rows and not self._punctual:
+        if batch.catchup_rows and not self._free_catchup:
             late = state[col.MISSING] > 0
             late_s = truth.model.draft_first(
                 batch.catchup_rows, int(batch.context[late].sum())
@@ -153,7 +153,7 @@ class Adapter:
         )
 
     def _skip(self, state: np.ndarray, step: Step, batch: Batch) -> float:
-        """A step without drafts: seconds of what the draft does all the same."""
+        """Return the draft's seconds in a step without drafts."""
         if self._fresh:
             cached = int(batch.context.sum())
             return self._truth.draft_first(cached, batch.first_rows)

@@ -1,4 +1,4 @@
-"""Traces: when requests arrive, how long their prompts are, how much they write."""
+"""Traces: arrival times, prompt lengths and output lengths of requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 COLUMNS = ["arrival_s", "input_tokens", "output_tokens"]
 PATTERNS = ("rate_drop", "periodic", "fluctuating")
 
-# AdaSpec's evaluation drops prompts beyond 1024 tokens. Clipping keeps the arrival
-# pattern, which is what a trace is replayed for.
+# AdaSpec's evaluation drops prompts beyond 1024 tokens. Clipping them instead keeps
+# the arrival pattern.
 MAX_INPUT = 1024
 
 
 class SimError(ValueError):
-    """A request to the simulator that cannot be met; the message says why."""
+    """Invalid options or input of the simulator."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Trace:
     """Requests in order of arrival.
 
     Attributes:
-        name: What the trace is called in results.
+        name: Name in the results.
         arrival: [R] float64 seconds from the trace's start, ascending.
         prompt: [R] int64 tokens, at least 1.
         output: [R] int64 tokens, at least 1.
@@ -42,11 +42,11 @@ class Trace:
         return len(self.arrival)
 
     def window(self, seconds: float) -> Trace:
-        """The requests of the first *seconds*."""
+        """Return the requests of the first `seconds`."""
         return self._pick(self.arrival < seconds)
 
     def clipped(self, max_input: int) -> Trace:
-        """The same with prompts of at most *max_input* tokens."""
+        """Return the trace with prompts of at most `max_input` tokens."""
         prompt = np.minimum(self.prompt, max_input)
         return Trace(self.name, self.arrival, prompt, self.output)
 
@@ -60,7 +60,7 @@ def load(path: Path) -> Trace:
     """Read a CSV file, or a gzipped one, with the columns `COLUMNS`.
 
     Raises:
-        SimError: The file is missing or is not such a file.
+        SimError: The file is missing or not a trace.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -89,7 +89,7 @@ def load(path: Path) -> Trace:
 
 
 def synthetic(pattern: str, seconds: float, rate: float, seed: int) -> Trace:
-    """A trace of one of the AdaSpec paper's three arrival patterns.
+    """Generate a trace of one of the AdaSpec paper's three arrival patterns.
 
     Args:
         pattern: `rate_drop` (minute-level swings, then near silence), `periodic`
@@ -97,13 +97,15 @@ def synthetic(pattern: str, seconds: float, rate: float, seed: int) -> Trace:
             noisy seconds).
         seconds: Length of the trace.
         rate: Mean requests per second over the trace.
-        seed: Same seed, same trace.
+        seed: Determines the trace.
 
     Raises:
-        SimError: There is no such pattern.
+        SimError: Unknown pattern.
     """
     if pattern not in PATTERNS:
-        raise SimError(f"no pattern {pattern!r}; there are {', '.join(PATTERNS)}")
+        raise SimError(
+            f"unknown pattern {pattern!r}; choose from {', '.join(PATTERNS)}"
+        )
     rng = np.random.default_rng([seed, zlib.crc32(pattern.encode())])
     begin = np.arange(0.0, seconds, 1.0)
     if pattern == "rate_drop":
@@ -117,7 +119,7 @@ def synthetic(pattern: str, seconds: float, rate: float, seed: int) -> Trace:
         weight = rng.gamma(2.0, 0.5, len(begin))
     count = rng.poisson(weight * (rate * seconds / weight.sum()))
     start = np.repeat(begin, count)
-    # A batch comes at once; other seconds are filled evenly.
+    # A batch arrives at once; arrivals are uniform within other seconds.
     spread = 0.05 if pattern == "periodic" else 1.0
     arrival = np.sort(start + rng.random(len(start)) * spread)
     prompt = _lengths(rng, len(arrival), median=900, spread=0.8, most=8192)

@@ -1,11 +1,11 @@
-"""The best length and verification set of a step, its probabilities being known.
+"""The best length and verification set of a step for known probabilities.
 
-Knows the true time model and the true acceptance probability of every token it could
-draft; not the outcomes, nor which requests arrive next. Its draft's KV cache is always
-fresh, so it turns drafting off and on for nothing. Each step it takes the (length,
-verification set) with the most expected tokens per second (AdaSpec eq. 8), over every
-length and every number of verified tokens: no policy that is judged step by step can
-do better, so what it reaches is the measure of regret.
+The policy has the true time model and the true acceptance probability of every possible
+draft token, but neither the outcomes nor future arrivals. Its draft's KV cache is
+always complete, so switching drafting off and on is free. In each step it selects the
+(length, verification set) with the most expected tokens per second (AdaSpec eq. 8),
+over every length and every number of verified tokens. No policy that maximises each
+step separately can be better, so regret is measured against it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Candidates:
 
     Attributes:
         rate: [K + 1] float64 expected tokens per second of drafting 0..K steps.
-        verified: [K + 1] int64 tokens that the best set of each verifies.
-        order: [n * K] int64 row-major indices of drafts, likeliest first.
+        verified: [K + 1] int64 size of the best verification set of each.
+        order: [n * K] int64 row-major indices of drafts, most probable first.
     """
 
     rate: np.ndarray
@@ -34,28 +34,28 @@ class Candidates:
     order: np.ndarray
 
     def lengths(self, steps: int, requests: int) -> np.ndarray:
-        """int64 [n] drafts of each request that the best set of *steps* verifies."""
+        """Return each request's drafts in the best set of `steps`, int64 [n]."""
         top = len(self.rate) - 1
-        kept = self.order[self.order % top < steps][: self.verified[steps]]
-        return np.bincount(kept // top, minlength=requests)
+        chosen = self.order[self.order % top < steps][: self.verified[steps]]
+        return np.bincount(chosen // top, minlength=requests)
 
 
 def candidates(
     survival: np.ndarray, emitting: int, target: np.ndarray, spent: np.ndarray
 ) -> Candidates:
-    """The best verification set of each draft length.
+    """Return the best verification set of each draft length.
 
     Args:
         survival: [n, K] probability that drafts 1..j+1 of a request are all accepted,
-            non-increasing in j; 0 where a request has no such token.
-        emitting: Requests that emit a token whatever is drafted.
+            non-increasing in j; 0 if a request has no such token.
+        emitting: Requests that emit a token with any draft.
         target: [n * K + 1] seconds of the target step that verifies m drafts.
-        spent: [K + 1] seconds of the rest of a round that drafts 0..K steps.
+        spent: [K + 1] seconds of a step with 0..K draft steps, without the target.
     """
     requests, top = survival.shape
     flat = survival.ravel()
-    # Stable, and row-major: of equally likely drafts the shallower comes first, so
-    # any number of the likeliest drafts is a prefix for each request.
+    # The sort is stable and row-major: of equally probable drafts the shallower one is
+    # first, so the most probable drafts are a prefix of each request's draft.
     order = np.argsort(-flat, kind="stable")
     value = flat[order].astype(np.float64)
     depth = order % top
@@ -65,10 +65,10 @@ def candidates(
     verified = np.zeros(top + 1, np.int64)
     rate[0] = emitting / (spent[0] + target[0])
     for steps in range(1, top + 1):
-        kept = value if steps == top else value[depth < steps]
-        expected = np.empty(len(kept) + 1)
+        values = value if steps == top else value[depth < steps]
+        expected = np.empty(len(values) + 1)
         expected[0] = emitting
-        np.cumsum(kept, out=expected[1:])
+        np.cumsum(values, out=expected[1:])
         expected[1:] += emitting
         rates = expected / (target[: len(expected)] + spent[steps])
         verified[steps] = best = int(rates.argmax())
@@ -77,16 +77,16 @@ def candidates(
 
 
 class ClairvoyantPolicy(PlannedPolicy):
-    """A policy that is shown the true probabilities before it plans.
+    """A policy that plans with the true probabilities.
 
     Args:
         model: The true time model.
 
     Attributes:
-        punctual: Its draft catches up for nothing.
+        free_catchup: Catching up of the draft costs nothing.
     """
 
-    punctual = True
+    free_catchup = True
 
     def __init__(self, model: TimeModel) -> None:
         super().__init__()
@@ -95,24 +95,24 @@ class ClairvoyantPolicy(PlannedPolicy):
         self._emitting = 0
 
     def reveal(self, survival: np.ndarray, emitting: int) -> None:
-        """Show the step's truth; see `candidates`."""
+        """Set the true probabilities of the step; see `candidates`."""
         self._survival = survival
         self._emitting = emitting
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        """Take the best (length, verification set)."""
-        found = judge(self._survival, self._emitting, self._model, batch)
-        steps = int(found.rate.argmax())
-        return self.planned(steps, found.lengths(steps, len(batch.slots)))
+        """Plan the best (length, verification set)."""
+        best = batch_candidates(self._survival, self._emitting, self._model, batch)
+        steps = int(best.rate.argmax())
+        return self.planned(steps, best.lengths(steps, len(batch.slots)))
 
 
-def judge(
+def batch_candidates(
     survival: np.ndarray, emitting: int, model: TimeModel, batch: Batch
 ) -> Candidates:
-    """`candidates` of a batch on a time model, catching up for nothing."""
+    """Return the `candidates` of a batch on a time model, with free catch-up."""
     requests, top = survival.shape
     context = int(batch.context.sum())
-    # Requests that just ended are in the batch, as in the engine, and cost nothing.
+    # Requests that just ended are in the batch, as in the engine, without cost.
     rows = max(emitting, 1)
     target = model.target_curve(rows, context, requests * top, batch.prefill)
     draft = model.draft_curve(requests, context, batch.first_rows, top)

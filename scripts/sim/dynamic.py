@@ -1,8 +1,8 @@
-"""vLLM's own schedule: a length for each batch size, tuned in advance.
+"""vLLM's schedule: a length for each batch size, tuned in advance.
 
-`num_speculative_tokens_per_batch_size` of vLLM 0.32. Tuned here as well as it can be:
-on the true time model, with the regime's true mean acceptance. At K = 0 upstream still
-runs the draft's first pass, to keep its KV cache fresh; so does this.
+This is `num_speculative_tokens_per_batch_size` of vLLM 0.32, tuned on the true time
+model with the regime's true mean acceptance. As in vLLM, the draft's first pass runs at
+K = 0 too, to keep its KV cache complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_tide.control.time_model import TimeModel
 def tune(
     model: TimeModel, mean_survival: np.ndarray, most: int, context: int
 ) -> np.ndarray:
-    """The best length of each batch size.
+    """Return the best length of each batch size.
 
     Args:
         model: The true time model.
@@ -36,30 +36,30 @@ def tune(
         cached = requests * context
         target = model.target_curve(requests, cached, requests * top)
         draft = model.draft_curve(requests, cached, requests, top)
-        draft[0] = draft[1]  # K = 0 runs the first pass all the same
+        draft[0] = draft[1]  # K = 0 also runs the first pass
         seconds = target[::requests] + draft + model.host
         lengths[requests] = int((expected / seconds).argmax())
     return lengths
 
 
 class PlannedPolicy:
-    """A policy that drafts and verifies what it planned and learns nothing."""
+    """A policy that drafts and verifies its plan, without learning."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._lengths = np.empty(0, np.int64)
 
     def planned(self, steps: int, lengths: np.ndarray) -> Plan:
-        """The plan of *steps* draft steps that verifies [n] *lengths* drafts."""
+        """Store and return a plan of `steps` draft steps, verifying `lengths` [n]."""
         self._steps, self._lengths = steps, lengths
         return Plan(steps, "no_gain" if steps == 0 else "")
 
     def go_on(self, step: int, confidence: np.ndarray) -> bool:
-        """Draft as planned, whatever the confidences are."""
+        """Continue as planned, independent of the confidences."""
         return step < self._steps
 
     def choose(self) -> np.ndarray:
-        """The planned lengths."""
+        """Return the planned lengths."""
         return self._lengths
 
     def observe(self, outcome: Outcome) -> None:
@@ -75,18 +75,18 @@ class PlannedPolicy:
         """Ignore it."""
 
     def stats(self) -> dict[str, Any]:
-        """Report nothing."""
+        """Return no statistics."""
         return {}
 
 
 class DynamicPolicy(PlannedPolicy):
-    """Drafts as many steps as the table says for the number of requests.
+    """A policy with a table of draft steps by the number of requests.
 
     Args:
-        lengths: [most batch size + 1] int64, see `tune`.
+        lengths: [largest batch size + 1] int64, see `tune`.
 
     Attributes:
-        fresh: The draft's first pass is run even when nothing is drafted.
+        fresh: The draft's first pass runs in steps without drafts too.
     """
 
     fresh = True
@@ -96,6 +96,6 @@ class DynamicPolicy(PlannedPolicy):
         self._table = lengths
 
     def plan(self, batch: Batch, now: float) -> Plan:
-        """Look the length up."""
+        """Plan the table's length."""
         steps = int(self._table[len(batch.slots)])
         return self.planned(steps, np.minimum(batch.caps, steps))

@@ -1,10 +1,10 @@
 """The event loop: continuous batching with chunked prefill, one engine step at a time.
 
-A step drops the requests that ended, schedules decoding requests with the drafts that
-were chosen in the step before, fills what is left of the token budget with prompts
-(first come first served, the last one in part), runs the target, and lets the policy
-act (`adapter`). A request that ends in a step is in that step's batch, without caps:
-the engine's worker learns of the end only with the next step.
+A step drops finished requests, schedules decoding requests with the drafts of the
+previous step, fills the remaining token budget with prompts (first come first served,
+the last one in part), runs the target, and calls the policy (`adapter`). A request that
+ends in a step is in that step's batch, without caps, because the engine's worker
+receives the end only with the next step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def simulate(
 
     Args:
         trace: Requests.
-        process: What the draft gets right of them; made for this trace.
-        truth: Seconds as they pass.
+        process: The acceptance process of this trace.
+        truth: True times.
         server: Limits of the engine.
-        policy: Who decides; None serves without a draft model. It may have `adapter`,
-            the kind of `Adapter` that drives it.
+        policy: The policy; None serves without a draft model. Its optional attribute
+            `adapter` is the type of its `Adapter`.
         due: [R] int64 output tokens after which each request arrives, ascending; see
             `progress_at_arrival`. None: requests arrive at their exact times.
     """
@@ -57,11 +57,11 @@ def simulate(
 
 
 def progress_at_arrival(trace: Trace, result: Result) -> np.ndarray:
-    """[R] int64 tokens that an arm had written when each request arrived.
+    """Return the tokens that an arm had written at each arrival, [R] int64.
 
-    Replayed by progress instead of by time, every arm meets the same load: a fast one
-    does not run out of work, a slow one does not pile it up. So throughput tells the
-    arms apart even where all keep up with the arrivals.
+    With a replay by progress instead of by time every arm has the same load: a fast one
+    does not run out of requests, and a slow one does not queue them. Throughput then
+    differs between arms even if all of them keep up with the arrivals.
     """
     ends, written = result.timeline
     before = np.searchsorted(ends, trace.arrival, side="right")
@@ -85,11 +85,11 @@ class _Engine:
         self._state = empty()
         self._ended = False
         self._prefilling = 0
-        self._next = 0  # first request that is not admitted yet
+        self._next = 0  # first request not admitted yet
         self._by_progress = due is not None
         arrives = trace.arrival if due is None else due
         self._due: list[float] = [*arrives.tolist(), math.inf]
-        self._now = self._clock = 0.0  # seconds, or tokens when by progress
+        self._now = self._clock = 0.0  # the clock counts tokens when by progress
         self._continues = False
         self._arrived_s = trace.arrival if due is None else np.zeros(len(trace))
         self._first_s = np.full(len(trace), np.nan)
@@ -100,7 +100,7 @@ class _Engine:
         self._output = self._steps = self._verified = self._accepted = 0
 
     def step(self) -> bool:
-        """One engine step; False when every request has ended."""
+        """Run an engine step; return False when every request has ended."""
         if self._ended:
             self._drop_ended()
         if self._free and self._due[self._next] <= self._clock:
@@ -140,7 +140,7 @@ class _Engine:
         return True
 
     def result(self, stats: dict[str, Any]) -> Result:
-        """What happened, once every request has ended."""
+        """Return the result after every request has ended."""
         output = self._trace.output
         tpot = (self._last_s - self._first_s) / np.maximum(output - 1, 1)
         return Result(
@@ -158,7 +158,7 @@ class _Engine:
         )
 
     def _run_target(self, state: np.ndarray, num: int) -> tuple[Step, np.ndarray]:
-        """One target step, and the requests whose first token it wrote."""
+        """Run a target step; return it and the requests with their first token."""
         sent = state[col.SENT]
         verified = int(sent.sum())
         rows = num - self._prefilling + verified
@@ -168,7 +168,7 @@ class _Engine:
         first = np.empty(0, np.int64)
         if self._prefilling:
             todo = state[col.TODO].copy()
-            # In order, while the budget lasts: the last prompt may get a part of it.
+            # In order, within the budget: the last prompt may be scheduled in part.
             budget = self._most_rows - rows
             chunk = np.clip(budget - (np.cumsum(todo) - todo), 0, todo)
             rows += int(chunk.sum())
@@ -180,8 +180,8 @@ class _Engine:
         state[col.CACHED] += committed
         state[col.AT] += emitted
         state[col.LEFT] -= emitted
-        gone = int(np.count_nonzero(state[col.LEFT] <= 0))
-        self._ended = gone > 0
+        num_ended = int(np.count_nonzero(state[col.LEFT] <= 0))
+        self._ended = num_ended > 0
         step = Step(
             requests=num,
             context=context,
@@ -191,7 +191,7 @@ class _Engine:
             accepted=accepted,
             emitted=emitted,
             committed=committed,
-            emitting=num - self._prefilling - gone,
+            emitting=num - self._prefilling - num_ended,
             ended=self._ended,
             continues=self._continues,
         )
@@ -207,11 +207,11 @@ class _Engine:
         self._ended = False
 
     def _admit(self) -> None:
-        """Let waiting requests in, first come first served, while the budget lasts."""
+        """Admit waiting requests, first come first served, within the budget."""
         state, trace = self._state, self._trace
         decoding = state.shape[1] - self._prefilling
-        promised = int(state[col.SENT].sum() + state[col.TODO].sum())
-        budget = self._most_rows - decoding - promised
+        scheduled = int(state[col.SENT].sum() + state[col.TODO].sum())
+        budget = self._most_rows - decoding - scheduled
         columns = []
         while self._due[self._next] <= self._clock and self._free and budget > 0:
             i, slot = self._next, self._free.pop()

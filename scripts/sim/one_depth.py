@@ -1,10 +1,10 @@
 """Control of Model Runner V2 with asynchronous scheduling: one depth for the batch.
 
-The engine's own `ControlV2` is shown the steps of the simulated one, as it is without
-adaptive verification: nothing is cut, every step drafts at least once, and what a step
-teaches decides the depth of a later one. A step is launched while the one before it
-runs, on what was known of the one before that, and its depth reaches the scheduler with
-its output: `LAG` steps after the step that it was decided from.
+The engine's `ControlV2` receives the steps of the simulated engine, without adaptive
+verification: no draft is cut, and every step runs at least one draft pass. A step is
+launched while the previous one runs, with the results of the one before that, and its
+depth reaches the scheduler with its output. A depth is therefore used `LAG` steps after
+the step that determined it.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from vllm_tide.engine.adaptive_arguments import offered, rounded
 from vllm_tide.engine.policy_start import start_predicting
 
 LAG = 4
-"""Steps from the one that was learnt from to the one that drafts as deep."""
+"""Steps from an observed step to the step that uses its depth."""
 
 _LONGEST = 1 << 20
 
 
 class OneDepth:
-    """A `ControlV2` in the place of a policy.
+    """A `ControlV2` as a policy.
 
     Args:
-        believed: Time model that it starts from.
+        times: Initial time model.
         top: num_speculative_tokens.
         server: Limits of the engine.
 
     Attributes:
-        control: The engine's.
+        control: The engine's control.
         depth: Draft steps of the next step, one of `offered`.
-        coming: Those of the steps after it, in order; the last was decided last.
+        coming: Depths of the steps after it, in order of decision.
     """
 
-    def __init__(self, believed: TimeModel, top: int, server: Server) -> None:
+    def __init__(self, times: TimeModel, top: int, server: Server) -> None:
         limit = server.slo_seconds
         config = ControlConfig(slo_tpot_ms=None if limit is None else limit * 1e3)
         requests = server.max_num_seqs
         self.control = control_v2.ControlV2(requests, _LONGEST, config, top, False)
         self.control.lengths = self._lengths = offered(top, requests)
-        start_predicting(None, self.control, config, believed)
+        start_predicting(None, self.control, config, times)
         self.coming = deque([top] * (LAG - 1))
         self.depth = top
 
     @property
     def adapter(self) -> type[Adapter]:
-        """What stands between it and the simulated engine."""
+        """Type of the adapter to the simulated engine."""
         return OneDepthAdapter
 
     def learn(self, step: engine_step.Step, now: float) -> None:
-        """A step has landed at `now`, simulated seconds; `depth` moves on by a step.
+        """Process a step that landed at `now` (simulated seconds); advance `depth`.
 
         Raises:
-            RuntimeError: Control failed, which an engine would survive.
+            RuntimeError: Control failed; an engine would disable it and continue.
         """
         clock = SimpleNamespace(monotonic=lambda: now)
         with patch.object(control_v2, "time", clock):
@@ -79,31 +79,31 @@ class OneDepth:
         self.depth = self.coming.popleft()
 
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers of control."""
+        """Return the statistics of the engine's control."""
         return self.control.stats()
 
 
 class OneDepthAdapter(Adapter):
-    """Tells `ControlV2` of steps as Model Runner V2 does."""
+    """Adapter that passes steps to `ControlV2` like Model Runner V2."""
 
     def __init__(
         self, policy: OneDepth, process: Process, truth: Truth, server: Server
     ) -> None:
         super().__init__(policy, process, truth, server)
-        self._slo = None  # the control has a book of its own
+        self._slo = None  # `ControlV2` has a separate `SloBook`
         self._one = policy
         self._names: dict[int, str] = {}  # by slot
         self._right = np.zeros(server.max_num_seqs, np.int64)
 
     def add(self, slot: int, now: float) -> None:
-        """A request begins; its first step says what is to be known of it."""
+        """Ignore it: the first step of a request admits it."""
 
     def drop(self, slot: int) -> None:
-        """A request has ended."""
+        """End a request."""
         self._one.control.end([self._names.pop(slot)])
 
     def after_target(self, state: np.ndarray, step: Step, now: float) -> float:
-        """As `Adapter.after_target`; the drafts that are sent are all as deep."""
+        """Run `Adapter.after_target` with the same depth for all requests."""
         truth, requests, depth = self._truth, step.requests, self._one.depth
         slots, at = state[col.SLOT], state[col.AT]
         self._admit(state, step)
@@ -117,8 +117,7 @@ class OneDepthAdapter(Adapter):
         drafts = state[col.SENT].copy()
         ends = np.cumsum(step.committed - step.accepted + drafts)
         sampled = np.zeros((requests, self._process.top + 1), np.int64)
-        # Every request's drafts begin with token 1, which the target then samples
-        # where it accepts it.
+        # The first draft token is always 1, and the target samples 1 if it accepts it.
         sampled[:, 0] = self._right[slots]
         self._right[slots] = self._process.run[at] > 0
         state[col.SENT] = np.minimum(self._caps(state, step), depth)
@@ -143,7 +142,7 @@ class OneDepthAdapter(Adapter):
         return seconds
 
     def _admit(self, state: np.ndarray, step: Step) -> None:
-        """Tell of the requests that this step is the first of."""
+        """Admit the requests that are new in this step."""
         new = []
         for place, slot in enumerate(state[col.SLOT].tolist()):
             if slot in self._names:

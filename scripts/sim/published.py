@@ -1,9 +1,9 @@
-"""Time models to be found in print: the TIDE paper's Table 5.
+"""Published time models: the TIDE paper's Table 5.
 
-T(n), the seconds of one target step of n tokens, and D0, the seconds of one draft
-step, measured by the paper's authors on H100 nodes with tensor parallelism. The table
-has no context term and no cost of a row in the draft, so neither have these models.
-Beyond the last row T grows with its last slope: that is also what a prompt costs.
+T(n) is the time of one target step of n tokens, and D0 the time of one draft step,
+measured by the paper's authors on H100 nodes with tensor parallelism. The table has
+neither a context term nor a cost per draft row, so these models have none. Beyond the
+last row T is extrapolated with the last slope, also for prompts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def table_model(
     draft_step_seconds: float,
     host: float = 0.0,
 ) -> TimeModel:
-    """A published table of T(n) and a constant draft step D0.
+    """Return a time model of a table of T(n) and a constant draft step D0.
 
-    Source: the TIDE paper's Table 5. No context term: such tables do not give one.
+    Source: the TIDE paper's Table 5, which has no context term.
 
     Args:
-        draft_step_seconds: D0, of every draft pass.
-        host: Seconds per round outside those.
+        draft_step_seconds: D0, the seconds of every draft pass.
+        host: Seconds per step outside of target and draft.
     """
     draft = ForwardModel((1,), (draft_step_seconds,), 0.0)
     target = ForwardModel(tuple(knots), tuple(seconds), 0.0)
@@ -54,7 +54,7 @@ def table_model(
 
 
 def published(name: str) -> TimeModel:
-    """The time model of one of `MODELS`.
+    """Return the time model of one of `MODELS`.
 
     Source: the TIDE paper, Table 5.
     """

@@ -1,4 +1,4 @@
-"""Compares policies on simulated engines.
+"""Comparison of policies on simulated engines.
 
 scripts/sim/run.py --suite published --json FILE --table
 """
@@ -27,12 +27,11 @@ from sim.truth import Mismatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
+    """Run the comparison and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="run.py",
-        description="Replays traces on a model of continuous batching that runs the "
-        "engine's own control code, and compares every policy with the best that "
-        "could be done.",
+        description="Replay traces on a model of continuous batching that runs the "
+        "engine's control code, and compare every policy with the best possible one.",
     )
     parser.add_argument(
         "--suite",
@@ -45,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--trace",
         type=Path,
         action="append",
-        help="CSV file (arrival_s,input_tokens,output_tokens), .gz or not; repeatable; "
-        "without this three synthetic patterns",
+        help="CSV file (arrival_s,input_tokens,output_tokens), optionally .gz; "
+        "repeatable (default: three synthetic patterns)",
     )
     parser.add_argument(
         "--regime", action="append", help="low, high or shifting; repeatable"
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--truth",
         default="family",
-        help="how acceptance follows from confidence: " + ", ".join(TRUTHS),
+        help="dependence of acceptance on confidence: " + ", ".join(TRUTHS),
     )
     parser.add_argument("--arm", action="append", help="run only this arm; repeatable")
     parser.add_argument(
@@ -67,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--pace",
         choices=("progress", "time"),
         default="progress",
-        help="requests arrive once as many tokens are written as plain decoding had "
-        "written at their time (progress: all arms meet the same load), or at their "
-        "exact times (time: for latencies and limits)",
+        help="progress: a request arrives when the arm has written as many tokens as "
+        "plain decoding at its arrival time, so all arms have the same load; time: at "
+        "its exact time, for latencies and limits",
     )
     parser.add_argument(
         "--max-input",
@@ -86,15 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--wrong-target",
         type=_positive,
         default=1.0,
-        help="the policy's model of the target's time over the true time (1)",
+        help="factor on the target's time in the policy's initial time model (1)",
     )
     parser.add_argument(
-        "--wrong-draft", type=_positive, default=1.0, help="the same of the draft (1)"
+        "--wrong-draft", type=_positive, default=1.0, help="the same for the draft (1)"
     )
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="policies begin with a guess of all times, as the engine does",
+        help="policies start with a default guess of all times, as at an engine start",
     )
     parser.add_argument(
         "--noise", type=float, default=0.0, help="relative noise of measured times (0)"
@@ -110,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.parent.is_dir():
-        raise SimError(f"cannot write {args.json}: no folder {args.json.parent}")
+        raise SimError(
+            f"cannot write {args.json}: folder {args.json.parent} does not exist"
+        )
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise SimError("--max-num-batched-tokens must be at least --max-num-seqs")
     options = Options(
@@ -152,23 +153,23 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
     else:
         drawn = args.seconds, args.rate, args.seed
         traces = [synthetic(pattern, *drawn) for pattern in PATTERNS]
-    kept = []
+    chosen = []
     for trace in traces:
         trace = trace.clipped(args.max_input or MAX_INPUT).window(args.seconds)
         if not len(trace):
-            raise SimError(f"trace {trace.name} has no request left to replay")
-        kept.append(trace)
-    return kept
+            raise SimError(f"trace {trace.name} has no request to replay")
+        chosen.append(trace)
+    return chosen
 
 
 def _print_progress(done: int, cells: int, began: float, row: dict[str, Any]) -> None:
     """Print a line on standard error: the ratios of a cell and the time left."""
     passed = time.monotonic() - began
     left = passed / done * (cells - done)
-    found = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
+    texts = [f"{value:.1%} of {name}" for name, value in ratios(row).items()]
     print(
         f"[{done}/{cells}] {row['model']} {row['trace']} {row['regime']}: "
-        f"{', '.join(found) or 'done'} ({passed:.0f} s, about {left:.0f} s left)",
+        f"{', '.join(texts) or 'done'} ({passed:.0f} s, about {left:.0f} s left)",
         file=sys.stderr,
     )
 
@@ -188,7 +189,7 @@ def _count(text: str) -> int:
 
 
 def _rounded(value: Any) -> Any:
-    """With five digits: the seed decides about the rest."""
+    """Return the value with five significant digits; others depend on the seed."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

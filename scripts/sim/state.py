@@ -1,4 +1,4 @@
-"""Running requests of the simulated engine: one column each, one row per property."""
+"""State of the simulated engine's requests: a column per request, property rows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 
 # Rows of the state, an int64 array [8, n]: the request's index in the trace; its slot;
-# the row of the acceptance process its next token is at; tokens left to write; tokens
-# in the target's KV cache; drafts sent to the next step; tokens missing in the draft's
-# KV cache; prompt tokens still to prefill.
+# the acceptance process's row of its next token; remaining output tokens; tokens in the
+# target's KV cache; drafts sent to the next step; tokens missing in the draft's KV
+# cache; remaining prompt tokens to prefill.
 REQUEST, SLOT, AT, LEFT, CACHED, SENT, MISSING, TODO = range(8)
 
 
 def empty() -> np.ndarray:
-    """The state without a request: int64 [8, 0]."""
+    """Return the state without a request, int64 [8, 0]."""
     return np.zeros((8, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the simulated engine is configured with.
+    """Configuration of the simulated engine.
 
     Attributes:
-        max_num_seqs: Most requests running at once.
-        max_num_batched_tokens: Most rows of a target step, prompts' included.
+        max_num_seqs: Maximum running requests.
+        max_num_batched_tokens: Maximum rows of a target step, including prompts.
         slo_seconds: Limit of a request's time per output token; None for none.
     """
 
@@ -39,17 +39,17 @@ class Step:
     """One target step that has just run.
 
     Attributes:
-        requests: Number of requests, prefilling ones too.
+        requests: Number of requests, including prefilling ones.
         context: Tokens in the KV cache before the step, summed.
         verified: Draft tokens verified.
         rows: Rows of the target.
-        target_s: Seconds it took.
+        target_s: Seconds of the target.
         accepted: [n] int64 drafts accepted.
-        emitted: [n] int64 tokens written; 0 for a prompt that is not done.
-        committed: [n] int64 rows that stay: what the draft has to see.
-        emitting: Requests that will write a token in the next step, for all we know.
+        emitted: [n] int64 tokens written; 0 for an incomplete prompt.
+        committed: [n] int64 committed rows, which the draft has to process.
+        emitting: Requests expected to write a token in the next step.
         ended: Whether a request wrote its last token.
-        continues: Whether the engine had work all the time since the step before.
+        continues: Whether the engine was busy since the previous step.
     """
 
     requests: int
@@ -67,11 +67,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one arm did with a trace.
+    """Result of one arm on a trace.
 
     Attributes:
         output_tokens: Tokens written.
-        busy_s: Simulated seconds during which a step was running.
+        busy_s: Simulated seconds with a running step.
         steps: Engine steps.
         mean_batch: Requests of a step, averaged over time.
         drafted: Draft tokens drafted.
@@ -79,8 +79,8 @@ class Result:
         accepted: Draft tokens accepted.
         e2e: [R] float64 seconds from arrival to the last token.
         tpot: [R] float64 seconds per output token after the first; nan for one token.
-        stats: The policy's own.
-        timeline: When each step ended (s), and tokens written until then.
+        stats: Statistics of the policy.
+        timeline: End of each step (s), and tokens written until then.
     """
 
     output_tokens: int

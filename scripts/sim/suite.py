@@ -1,4 +1,4 @@
-"""Cells (model, trace, acceptance regime) and arms: every arm on every cell."""
+"""Cells (model, trace, acceptance regime), and runs of every arm on every cell."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ SUITES = ("published", "quick")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is the same in every cell.
+    """Options of all cells.
 
     Attributes:
-        seed: Seed of everything that is drawn.
-        top: num_speculative_tokens of the arms that adapt.
+        seed: Seed of all random numbers.
+        top: num_speculative_tokens of the adaptive arms.
         server: Limits of the simulated engine.
-        mismatch: What policies are told wrongly of the time model.
-        by_progress: Requests arrive when as many tokens are written as plain decoding
-            had written at their time of arrival, so all arms meet the same load;
-            otherwise at their exact times.
+        mismatch: Errors of the policies' initial time model.
+        by_progress: A request arrives when the arm has written as many tokens as plain
+            decoding at its arrival time, so all arms have the same load; otherwise at
+            its exact time.
         truth: A key of `sim.acceptance.TRUTHS`.
     """
 
@@ -91,7 +91,7 @@ def suite_cells(
     models: dict[str, TimeModel] | None = None,
     regimes: Sequence[str] = tuple(REGIMES),
 ) -> list[Cell]:
-    """The cells of a suite.
+    """Return the cells of a suite.
 
     Args:
         suite: One of `SUITES`: `published` has every published model on every trace,
@@ -101,13 +101,15 @@ def suite_cells(
         regimes: Keys of `REGIMES`.
 
     Raises:
-        SimError: There is no such suite or regime.
+        SimError: Unknown suite or regime.
     """
     if suite not in SUITES:
-        raise SimError(f"no suite {suite!r}; there are {', '.join(SUITES)}")
+        raise SimError(f"unknown suite {suite!r}; choose from {', '.join(SUITES)}")
     for regime in regimes:
         if regime not in REGIMES:
-            raise SimError(f"no regime {regime!r}; there are {', '.join(REGIMES)}")
+            raise SimError(
+                f"unknown regime {regime!r}; choose from {', '.join(REGIMES)}"
+            )
     if models is None:
         models = {name: published(name) for name in MODELS}
     chosen = list(models.items())
@@ -127,24 +129,26 @@ def run_cells(
     options: Options,
     processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Run every arm on every cell; yields rows in the cells' order.
+    """Run every arm on every cell; yield rows in the order of the cells.
 
     Args:
-        cells: What to run.
-        arms: Names among `ARMS`; the clairvoyant policy is always run.
-        options: What is the same in every cell.
-        processes: Processes to use.
+        cells: The cells to run.
+        arms: Names from `ARMS`; the clairvoyant policy is always run.
+        options: Options of all cells.
+        processes: Number of processes.
     """
     if options.truth not in TRUTHS:
-        raise SimError(f"no truth {options.truth!r}; there are {', '.join(TRUTHS)}")
+        raise SimError(
+            f"unknown truth {options.truth!r}; choose from {', '.join(TRUTHS)}"
+        )
     for arm in arms:
         if arm not in ARMS:
-            raise SimError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
+            raise SimError(f"unknown arm {arm!r}; choose from {', '.join(ARMS)}")
     if processes <= 1:
         for cell in cells:
             yield run_cell(cell, arms, options)
         return
-    # spawn: a fork would copy the threads' locks of the numerical libraries.
+    # Use spawn: a fork would copy locks of the numerical libraries' threads.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(run_cell, cell, arms, options) for cell in cells]
         for job in jobs:
@@ -152,14 +156,14 @@ def run_cells(
 
 
 def run_cell(cell: Cell, arms: Sequence[str], options: Options) -> dict[str, Any]:
-    """One row: `model`, `trace`, `regime`, `throughput`, `clairvoyant`, `regret`, ...
+    """Run a cell; return `model`, `trace`, `regime`, `throughput`, `regret`, ...
 
     `length` is the acceptance length of drafts of `Options.top` tokens.
 
-    Throughput is output tokens per busy second. Requests that arrive at their exact
-    times cap it for every arm that keeps up with them; `Options.by_progress` does
-    not. `speed` is output tokens per second that a request is in the system, per
-    request, the reciprocal of the mean latency per token: what exact times are for.
+    Throughput is output tokens per busy second. With exact arrival times it is limited
+    by the arrivals for every arm that keeps up with them, unlike with
+    `Options.by_progress`. `speed` is output tokens per second in the system, per
+    request: the reciprocal of the mean latency per token, for runs with exact times.
     """
     process = _process(cell.trace, cell.regime, options)
     due = None
@@ -198,7 +202,7 @@ def run_arm(
     options: Options,
     due: np.ndarray | None = None,
 ) -> Result:
-    """One arm on one cell; *due* as in `simulate`."""
+    """Run one arm on one cell; `due` as in `simulate`."""
     truth = Truth(cell.time, options.mismatch.noise, options.seed)
     policy = arm_policy(arm, cell, process, options)
     return simulate(cell.trace, process, truth, options.server, policy, due)
@@ -207,7 +211,7 @@ def run_arm(
 def arm_policy(
     arm: str, cell: Cell, process: Process, options: Options
 ) -> Policy | None:
-    """The policy of an arm, fresh; None for `none`."""
+    """Create the policy of an arm; None for `none`."""
     if arm == "none":
         return None
     if arm == CLAIRVOYANT:
@@ -217,27 +221,27 @@ def arm_policy(
         most = options.server.max_num_seqs
         survival = process.mean_survival()
         return DynamicPolicy(tune(cell.time, survival, most, context))
-    # These two decide without a time model: refining one would only cost time.
+    # These two policies need no time model, so none is refined.
     if arm.startswith("static"):
         return StaticPolicy(int(arm.removeprefix("static")))
     if arm == "threshold":
         return ThresholdPolicy(options.top)
-    believed = options.mismatch.believed(cell.time)
+    initial = options.mismatch.initial_model(cell.time)
     if arm == "one_depth":
-        from sim.one_depth import OneDepth  # which loads torch
+        from sim.one_depth import OneDepth  # imports torch
 
-        return OneDepth(believed, options.top, options.server)
+        return OneDepth(initial, options.top, options.server)
     settings = ControlSettings(
         k_max=options.top, max_requests=options.server.max_num_seqs
     )
-    times = StepTimes(believed, guessed=options.mismatch.cold)
+    times = StepTimes(initial, guessed=options.mismatch.cold)
     if arm == "tide_gate":
         return TideGatePolicy(options.top, times)
     return AdaSpecPolicy(settings, times)
 
 
 def speed(result: Result) -> float:
-    """Output tokens per second in the system, per request."""
+    """Return output tokens per second in the system, per request."""
     return result.output_tokens / max(float(np.nansum(result.e2e)), 1e-12)
 
 
@@ -266,7 +270,7 @@ def _figures(result: Result, server: Server) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same in types that JSON has; what is not a finite number becomes null."""
+    """Return the value in JSON types; numbers that are not finite become None."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

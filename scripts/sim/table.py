@@ -1,4 +1,4 @@
-"""What a person reads of the rows: a summary against the targets, and every cell."""
+"""Markdown tables of the rows: a summary for the targets, and every cell."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ Row = dict[str, Any]
 
 
 def ratios(row: Row, measure: str = "throughput") -> dict[str, float]:
-    """`adaspec` over the clairvoyant policy, over none, over the best static length.
+    """Return `adaspec` over the clairvoyant policy, none and the best static length.
 
     Args:
         row: A row of `run_cells`.
         measure: `throughput` or `speed`.
 
     Returns:
-        `clairvoyant`, `none`, `best_static`, each if the row has it.
+        `clairvoyant`, `none` and `best_static`, as far as the row has them.
     """
     values = row[measure]
     ours = values.get("adaspec")
     if ours is None:
         return {}
     best = row["clairvoyant"] if measure == "throughput" else values[CLAIRVOYANT]
-    found = {"clairvoyant": ours / best}
+    result = {"clairvoyant": ours / best}
     if "none" in values:
-        found["none"] = ours / values["none"]
+        result["none"] = ours / values["none"]
     static = [value for arm, value in values.items() if arm.startswith("static")]
     if static:
-        found["best_static"] = ours / max(static)
-    return found
+        result["best_static"] = ours / max(static)
+    return result
 
 
 def summary(rows: Sequence[Row], measure: str = "throughput") -> dict[str, float]:
-    """The figures that the targets are set for, over all cells.
+    """Return the figures of the targets over all cells.
 
     Args:
         rows: Rows of `run_cells`.
         measure: `throughput` or `speed`.
     """
-    found = [ratios(row, measure) for row in rows]
+    entries = [ratios(row, measure) for row in rows]
     result: dict[str, float] = {"cells": len(rows)}
     for name in ("clairvoyant", "none", "best_static"):
-        values = [entry[name] for entry in found if name in entry]
+        values = [entry[name] for entry in entries if name in entry]
         if values:
             result[f"mean_of_{name}"] = sum(values) / len(values)
             result[f"min_of_{name}"] = min(values)
@@ -53,7 +53,7 @@ def summary(rows: Sequence[Row], measure: str = "throughput") -> dict[str, float
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Summary and all cells; of speed too where requests arrive at exact times."""
+    """Format the summary and all cells, with speed for exact arrival times."""
     parts = []
     titles = {"throughput": "Throughput (output tokens per busy second)"}
     if any(row["pace"] == "time" for row in rows):
@@ -64,18 +64,20 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def _targets(found: dict[str, float]) -> str:
-    lines = [f"{found['cells']:.0f} cells."]
-    if "mean_of_clairvoyant" in found:
-        lines.append(f"adaspec / clairvoyant: mean {found['mean_of_clairvoyant']:.1%},")
-        lines.append(f"least {found['min_of_clairvoyant']:.1%}.")
-    if "min_of_none" in found:
-        lines.append(f"adaspec / none: least {found['min_of_none']:.1%}.")
-    if "min_of_best_static" in found:
+def _targets(figures: dict[str, float]) -> str:
+    lines = [f"{figures['cells']:.0f} cells."]
+    if "mean_of_clairvoyant" in figures:
         lines.append(
-            f"Better than the best static in {found['share_above_best_static']:.0%}"
+            f"adaspec / clairvoyant: mean {figures['mean_of_clairvoyant']:.1%},"
         )
-        lines.append(f"of the cells, least {found['min_of_best_static']:.1%} of it.")
+        lines.append(f"least {figures['min_of_clairvoyant']:.1%}.")
+    if "min_of_none" in figures:
+        lines.append(f"adaspec / none: least {figures['min_of_none']:.1%}.")
+    if "min_of_best_static" in figures:
+        lines.append(
+            f"Better than the best static in {figures['share_above_best_static']:.0%}"
+        )
+        lines.append(f"of the cells, least {figures['min_of_best_static']:.1%} of it.")
     return " ".join(lines)
 
 
@@ -87,11 +89,11 @@ def _cells(rows: Sequence[Row], measure: str) -> str:
     for row in rows:
         values = row[measure]
         best = row["clairvoyant"] if measure == "throughput" else values[CLAIRVOYANT]
-        found = ratios(row, measure)
+        over = ratios(row, measure)
         cells = [row["model"], row["trace"], row["regime"]]
         cells += [f"{values[arm]:.1f}" for arm in arms] + [f"{best:.1f}"]
         for name in ("clairvoyant", "best_static", "none"):
-            cells.append(f"{found[name]:.1%}" if name in found else "")
+            cells.append(f"{over[name]:.1%}" if name in over else "")
         lines.append(cells)
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join(head + ["| " + " | ".join(line) + " |" for line in lines])
+    header = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(header + ["| " + " | ".join(line) + " |" for line in lines])

@@ -1,8 +1,8 @@
-"""TIDE's gate (its equation 5): a fixed length, on while the speed-up is above 1.
+"""TIDE's gate (its equation 5): a fixed length while the speed-up is above 1.
 
 Speed-up = (1 - a^(k+1)) / ((1 - a) (c k + beta)), c = D0 / T(b),
-beta = T(b (k + 1)) / T(b), a the measured acceptance rate, b the batch. The paper does
-not say how a is kept fresh while off; here one step in a hundred drafts.
+beta = T(b (k + 1)) / T(b), a the measured acceptance rate, b the batch. The paper has
+no rule for updating a while drafting is off; here one step in a hundred drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _START, _START_TOKENS = 0.7, 20.0
 
 
 class TideGatePolicy(StaticPolicy):
-    """A static length behind the gate; `times` is what the gate predicts with."""
+    """A static length with the gate; `times` is the gate's time model."""
 
     def __init__(self, k: int, times: StepTimes) -> None:
         super().__init__(k, times)
@@ -32,7 +32,7 @@ class TideGatePolicy(StaticPolicy):
         return self._accepted / self._tried
 
     def speedup(self, requests: int, context: int, rows: int, k: int) -> float:
-        """TIDE's practical speed-up.
+        """Return TIDE's practical speed-up.
 
         Args:
             context: Tokens in the KV cache, summed over the requests.

@@ -1,4 +1,4 @@
-"""Seconds as they pass in the simulated engine, and what the policy is told of them."""
+"""True times of the simulated engine, and the initial time model of the policy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vllm_tide.control.time_model import ForwardModel, TimeModel
 
 _DRAFT = ForwardModel((1,), (1e-3,), 0.0)
 GUESS = TimeModel(ForwardModel((1,), (10e-3,), 0.0), _DRAFT, _DRAFT)
-"""As `vllm_tide.engine.policy_start.first_guess`: no size of a step says anything."""
+"""Equal to `vllm_tide.engine.policy_start.first_guess`: constant in the step's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How the time model that a policy starts from differs from the true one.
+    """Errors of the policy's initial time model.
 
     Attributes:
         target: Factor on the target's seconds.
         draft: Factor on the draft's seconds.
         noise: Standard deviation of the logarithm of a measured time over the true
-            one. The time itself passes as it is: only the measurement is noisy.
-        cold: Nothing is known: see `GUESS`.
+            one. Only the measurement is noisy, not the simulated time.
+        cold: The initial model is `GUESS`.
     """
 
     target: float = 1.0
@@ -30,8 +30,8 @@ class Mismatch:
     noise: float = 0.0
     cold: bool = False
 
-    def believed(self, model: TimeModel) -> TimeModel:
-        """The time model that the policy starts from."""
+    def initial_model(self, model: TimeModel) -> TimeModel:
+        """Return the time model that the policy starts with."""
         if self.cold:
             return GUESS
         return replace(
@@ -43,9 +43,10 @@ class Mismatch:
 
 
 class Truth:
-    """Seconds of each part of a step.
+    """True seconds of each part of a step.
 
-    One number at a time and without arrays: the event loop asks several times a step.
+    The methods return scalars without arrays, because the event loop calls them several
+    times per step.
 
     Args:
         model: The true time model.
@@ -60,20 +61,20 @@ class Truth:
         self._drawn: list[float] = []
 
     def target(self, requests: int, context: int, verified: int, prefill: int) -> float:
-        """The target's step; arguments as of `TimeModel.step_seconds`."""
+        """Return the target's time; arguments as in `TimeModel.step_seconds`."""
         return self.model.target(requests + verified + prefill, context)
 
     def draft_first(self, context: int, rows: int) -> float:
-        """The first draft pass."""
+        """Return the time of the first draft pass."""
         return self.model.draft_first(rows, context)
 
     def draft_next(self, requests: int, context: int, passes: int) -> float:
-        """The draft passes after the first, in all."""
+        """Return the total time of the draft passes after the first."""
         each, grown = self.model.further(requests, context)
         return (each + grown * passes) * passes
 
     def measured(self, seconds: float) -> float:
-        """What a clock in the engine says of a time."""
+        """Return the time as measured in the engine, with noise."""
         if not self._noise:
             return seconds
         if not self._drawn:

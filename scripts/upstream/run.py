@@ -1,10 +1,10 @@
-"""Runs vLLM's own tests and compares each test with a run on unpatched vLLM.
+"""Run vLLM's tests and compare each test with a run on unpatched vLLM.
 
 usage: run.py {subset,all} TREE BASELINE [--record] [--group NAME ...]
 
-TREE holds `tests/` of the sdist and `hf/` (see scripts/upstream_tests.sh). A test that
-passed unpatched must pass; one that fails here is run once more alone first, because a
-few of upstream's tests are statistical or time-dependent.
+TREE has `tests/` of the sdist and `hf/` (see scripts/upstream_tests.sh). A test that
+passed unpatched must pass. Failed tests are repeated once, because a few of upstream's
+tests are statistical or time-dependent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _in(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/test_{name}.py" for name in names.split())
 
 
-# Longest first, so that two workers end together. Left out, because they cannot be
+# Longest first, so that two workers end together. Not included, because they cannot be
 # collected on a CPU without ray: tests/distributed/test_weight_transfer.py,
 # tests/v1/spec_decode/test_eagle.py, test_max_len.py.
 GROUPS = (
@@ -105,7 +105,7 @@ GROUPS = (
 
 
 def run_group(tree: Path, group: Group, ids: tuple[str, ...] = ()) -> dict[str, str]:
-    """Runs a group, or only the given tests of it; returns outcomes by test id."""
+    """Run a group, or only the given tests of it; return outcomes by test id."""
     outcomes = tree / f"outcomes-{group.name}{'-again' if ids else ''}.json"
     outcomes.unlink(missing_ok=True)
     env = os.environ | {
@@ -134,23 +134,25 @@ def run_group(tree: Path, group: Group, ids: tuple[str, ...] = ()) -> dict[str, 
             stderr=subprocess.STDOUT,
             check=False,
         )
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     if outcomes.is_file():
-        found = json.loads(outcomes.read_text())
-    passed = sum(outcome == "passed" for outcome in found.values())
+        results = json.loads(outcomes.read_text())
+    passed = sum(outcome == "passed" for outcome in results.values())
     seconds = time.monotonic() - started
-    print(f"{group.name}: {passed} of {len(found)} pass, {seconds:.0f} s", flush=True)
-    return found
+    print(f"{group.name}: {passed} of {len(results)} pass, {seconds:.0f} s", flush=True)
+    return results
 
 
 def main() -> int:
-    """Runs, then records or compares."""
+    """Run the groups, then record or compare the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("which", choices=["subset", "all"])
     parser.add_argument("tree", type=Path)
     parser.add_argument("baseline", type=Path)
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--group", action="append", help="only this group; repeat")
+    parser.add_argument(
+        "--group", action="append", help="run only this group; repeatable"
+    )
     args = parser.parse_args()
     groups = [
         group
@@ -162,13 +164,13 @@ def main() -> int:
         results = pool.map(lambda group: run_group(args.tree, group), groups)
     outcomes = dict(zip((group.name for group in groups), results, strict=True))
     passed = {
-        name: sorted(test for test, outcome in found.items() if outcome == "passed")
-        for name, found in outcomes.items()
+        name: sorted(test for test, outcome in tests.items() if outcome == "passed")
+        for name, tests in outcomes.items()
     }
     if args.record:
         args.baseline.parent.mkdir(parents=True, exist_ok=True)
-        kept = _read(args.baseline) if args.baseline.exists() else {}
-        merged = {g.name: (kept | passed).get(g.name, []) for g in GROUPS}
+        stored = _read(args.baseline) if args.baseline.exists() else {}
+        merged = {g.name: (stored | passed).get(g.name, []) for g in GROUPS}
         _write(args.baseline, merged)
         print(f"{args.baseline}: {sum(map(len, merged.values()))} passing tests")
         return 0
@@ -176,7 +178,7 @@ def main() -> int:
 
 
 def _write(path: Path, passed: dict[str, list[str]]) -> None:
-    """Test names by group and file: a third of the size of whole names."""
+    """Write test names by group and file, a third of the size of full names."""
     groups: dict[str, dict[str, list[str]]] = {}
     for group, tests in passed.items():
         files = groups.setdefault(group, {})
@@ -201,23 +203,23 @@ def _compare(
     baseline: dict[str, list[str]],
 ) -> int:
     broken: list[str] = []
-    gained = kept = 0
+    gained = unchanged = 0
     for group in groups:
         now, then = set(passed[group.name]), set(baseline.get(group.name, ()))
         if not then:
-            # Nothing to compare with is no success: record the baseline first.
+            # A missing baseline is a failure: record the baseline first.
             broken.append(f"(no baseline of group {group.name})")
         lost = then - now
         if lost:
             again = run_group(args.tree, group, tuple(sorted(lost)))
             lost -= {test for test, outcome in again.items() if outcome == "passed"}
         broken += sorted(lost)
-        kept += len(then - lost)
+        unchanged += len(then - lost)
         gained += len(now - then)
     for test in broken:
         print(f"passes unpatched, fails patched: {test}")
     print(
-        f"upstream tests: {kept} passed, {len(broken)} failed "
+        f"upstream tests: {unchanged} passed, {len(broken)} failed "
         f"({gained} more pass than unpatched)"
     )
     return 1 if broken else 0

@@ -1,7 +1,7 @@
-"""A Hugging Face cache with configs and a byte tokenizer, but no weights.
+"""Write a Hugging Face cache with configs and a byte tokenizer, but no weights.
 
-vLLM's own CPU tests build model configs for a handful of public models. With this cache
-and HF_HUB_OFFLINE=1 they run without a network.
+vLLM's CPU tests build model configs of some public models. With this cache and
+HF_HUB_OFFLINE=1 they run without a network.
 
 usage: stub_hf_configs.py HF_HOME
 """
@@ -56,7 +56,7 @@ EAGLE3 = DRAFT | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "draft_vocab_size": 32000,
 }
-# Model name, config, whether the tests ask for its tokenizer.
+# Model name, config, whether the tests need its tokenizer.
 MODELS = (
     ("facebook/opt-125m", OPT, True),
     ("meta-llama/Llama-3.1-8B-Instruct", LLAMA, True),
@@ -72,7 +72,7 @@ MODELS = (
 
 
 def make_tokenizer() -> str:
-    """Returns tokenizer.json of a byte-level tokenizer without merges."""
+    """Return tokenizer.json of a byte-level tokenizer without merges."""
     vocab = {
         char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
@@ -84,10 +84,10 @@ def make_tokenizer() -> str:
 
 
 def main() -> None:
-    """Writes the cache."""
+    """Write the cache."""
     hub = Path(sys.argv[1]) / "hub"
     tokenizer = make_tokenizer()
-    for name, config, wants_tokenizer in MODELS:
+    for name, config, has_tokenizer in MODELS:
         folder = hub / f"models--{name.replace('/', '--')}"
         revision = "0" * 40
         snapshot = folder / "snapshots" / revision
@@ -95,7 +95,7 @@ def main() -> None:
         (folder / "refs").mkdir(exist_ok=True)
         (folder / "refs" / "main").write_text(revision)
         (snapshot / "config.json").write_text(json.dumps(config))
-        if wants_tokenizer:
+        if has_tokenizer:
             (snapshot / "tokenizer.json").write_text(tokenizer)
             (snapshot / "tokenizer_config.json").write_text(
                 json.dumps(

@@ -1,7 +1,7 @@
-"""A pytest plugin for vLLM's own tests: records outcomes, registers CPU kernels.
+"""Pytest plugin for vLLM's tests: records outcomes, registers CPU kernels.
 
-Outcomes go to the file $TIDE_OUTCOMES as {test id: "passed" | "failed" | "skipped"}. A
-worker registers the CPU kernels at its start; tests that have no worker need
+Outcomes are written to the file $TIDE_OUTCOMES as {test id: "passed" | "failed" |
+"skipped"}. A worker registers the CPU kernels at its start; tests without a worker need
 $TIDE_CPU_KERNELS=1.
 """
 
@@ -23,18 +23,18 @@ if os.environ.get("TIDE_CPU_KERNELS") == "1":
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported from the collector, which many tests call."""
+    """Freeze imported objects, because many tests call the garbage collector."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps the worst outcome of a test's three phases."""
+    """Store the worst outcome of a test's three phases."""
     final = report.when == "call" or report.outcome != "passed"
     if final and _outcomes.get(report.nodeid) != "failed":
         _outcomes[report.nodeid] = report.outcome
 
 
 def pytest_sessionfinish() -> None:
-    """Writes the outcomes."""
+    """Write the outcomes."""
     Path(os.environ["TIDE_OUTCOMES"]).write_text(json.dumps(_outcomes))

@@ -22,18 +22,18 @@ from vllm_tide.transport.ring import Collect
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    # However slow the machine, every tick looks at the canary.
-    monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
+    # However slow the machine, every tick checks the canary.
+    monkeypatch.setattr("vllm_tide.deploy.deployment.CANARY_TIME_SHARE", math.inf)
     made = Engine(tmp_path)
     yield made
     made.close()
 
 
 def order(sidecar, what):
-    return sidecar.carry_out({"do": what})
+    return sidecar.execute({"do": what})
 
 
-def test_a_head_on_trial_is_rolled_back_to_the_one_before(engine):
+def test_a_draft_in_a_canary_is_rolled_back_to_the_previous_one(engine):
     sidecar, first = published_once(engine)
     assert order(sidecar, "rollback") == {
         "ok": True, "version": 1, "to": 0, "served_as": 2,
@@ -43,24 +43,24 @@ def test_a_head_on_trial_is_rolled_back_to_the_one_before(engine):
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
     assert "after a rollback" in sidecar.deployment.waiting_for
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"], told["reason"]) == (1, 0, "ordered")
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"], event["reason"]) == (1, 0, "ordered")
     sidecar.feeds.close()
 
 
-def test_a_kept_head_is_rolled_back_and_so_are_older_ones_whatever_their_numbers(
+def test_accepted_drafts_are_rolled_back_in_order_at_any_versions(
     engine,
 ):
     sidecar, first = published_once(engine)
     store = sidecar.deployment._store
     older = {name: 0.5 * t for name, t in sidecar.trainer.live_tensors().items()}
-    store.put(older, 1)  # of another server: its numbers begin anew
+    store.put(older, 1)  # of another server: its versions begin at 1
     serve(engine, 160, 1, 4)
-    assert sidecar._tick()  # version 1 is kept, and stored
+    assert sidecar._tick()  # version 1 is accepted and stored
     assert len(list(store.drafts())) == 2
     assert order(sidecar, "rollback")["to"] == 0
     assert_sent(engine, first)
-    assert len(list(store.drafts())) == 1  # what was rolled back does not return
+    assert len(list(store.drafts())) == 1  # a rolled back draft does not return
     assert order(sidecar, "rollback")["to"] == 1
     assert_sent(engine, older)
     again = order(sidecar, "rollback")
@@ -68,14 +68,14 @@ def test_a_kept_head_is_rolled_back_and_so_are_older_ones_whatever_their_numbers
     sidecar.feeds.close()
 
 
-def test_without_a_trainer_the_command_itself_goes_back(engine, capsys):
-    """To the stored draft before, then to the one that the server started with."""
+def test_the_command_rolls_back_without_a_trainer(engine, capsys):
+    """To the previous stored draft, then to the one that the server started with."""
     sidecar, first = published_once(engine)
     older = {name: 0.5 * t for name, t in sidecar.trainer.live_tensors().items()}
     store = sidecar.deployment._store
     store.put(older, 1)
     serve(engine, 160, 1, 4)
-    assert sidecar._tick()  # version 1 is kept, and stored
+    assert sidecar._tick()  # version 1 is accepted and stored
     where = ["--run-dir", str(engine.run_dir)]
     loop = threading.Thread(target=sidecar.run)
     sidecar.stop()
@@ -86,11 +86,11 @@ def test_without_a_trainer_the_command_itself_goes_back(engine, capsys):
     ).unlink()  # its process, this one, is not over
 
     assert main(["rollback", *where]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("engine test: from version 1 back to 1, which is served as")
-    assert "version 2" in said and "no trainer" in said
+    stdout = capsys.readouterr().out
+    assert stdout.startswith("engine test: rolled back from version 1 to 1, served as")
+    assert "version 2" in stdout and "no trainer" in stdout
     assert_sent(engine, older)
-    assert len(list(store.drafts())) == 1  # what was rolled back does not return
+    assert len(list(store.drafts())) == 1  # a rolled back draft does not return
     assert main(["rollback", *where]) == 0
     assert_sent(engine, first)
     assert list(store.drafts()) == []
@@ -98,18 +98,18 @@ def test_without_a_trainer_the_command_itself_goes_back(engine, capsys):
     assert "nothing was rolled back" in capsys.readouterr().err
     assert engine.weights.latest_version() == 3
     engine.weights.report(3, 0, "", 2.0)
-    again = attach(engine)  # and goes on from it
+    again = attach(engine)  # and continues from it
     assert again._tick() and again.deployment.good == 3
     assert_live(again, first)
     assert main(["rollback", *where, "--timeout", "0.05"]) == 1  # it is the trainer's
     again.feeds.close()
 
 
-def test_without_a_trainer_what_cannot_be_rolled_back_says_so(engine, capsys):
+def test_a_failed_rollback_without_a_trainer_gives_the_reason(engine, capsys):
     where = ["--run-dir", str(engine.run_dir)]
     assert main(["rollback", *where]) == 1
     assert "no draft has been published" in capsys.readouterr().err
-    feeds = open_feeds(engine.run_dir)  # a trainer whose socket is gone
+    feeds = open_feeds(engine.run_dir)  # a trainer without a socket
     feeds.poll()
     assert main(["rollback", *where]) == 2
     assert "has no socket" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_without_a_trainer_what_cannot_be_rolled_back_says_so(engine, capsys):
     engine.manifest.tide["spool"] = {"url": "/spool"}
     engine.announce()
     assert main(["rollback", *where]) == 1
-    assert "the trainer of its spool" in capsys.readouterr().err
+    assert "trained through a spool" in capsys.readouterr().err
 
 
 def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
@@ -126,14 +126,16 @@ def test_a_pause_stops_training_and_capture_and_outlives_the_trainer(engine):
     assert sidecar._tick() and sidecar._may_train()
     assert order(sidecar, "pause") == {"ok": True, "paused": True, "was_paused": False}
     assert not sidecar._may_train() and not sidecar._tick_in_cycle()
-    assert engine.ring.wish is Collect.NOTHING
+    assert engine.ring.collect_mode is Collect.NOTHING
     sidecar._update_status(force=True)
     assert not sidecar.status.schedule["collecting"]
     sidecar.feeds.close()
-    assert engine.ring.wish is Collect.NOTHING
+    assert engine.ring.collect_mode is Collect.NOTHING
     again = attach(engine)
     assert (
-        again._tick() and not again._may_train() and engine.ring.wish is Collect.NOTHING
+        again._tick()
+        and not again._may_train()
+        and engine.ring.collect_mode is Collect.NOTHING
     )
     answer = order(again, "resume")
     assert answer == {"ok": True, "paused": False, "was_paused": True}
@@ -148,12 +150,12 @@ def test_once_ends_where_a_pause_allows_no_cycle(engine, capsys):
     order(first, "pause")
     first.feeds.close()
     assert main(["train", "--once", "--run-dir", str(engine.run_dir)]) == 1
-    said = capsys.readouterr().err
-    assert "training is paused" in said and "`vllm-tide resume`" in said
+    stderr = capsys.readouterr().err
+    assert "training is paused" in stderr and "`vllm-tide resume`" in stderr
     assert engine.weights.latest_version() == 0
 
 
-def test_a_pause_inside_a_cycle_keeps_what_the_cycle_would_train_on(engine):
+def test_a_pause_inside_a_cycle_keeps_its_training_data(engine):
     engine.serve(60)
     sidecar = attach(engine)
     assert sidecar._tick() and sidecar._may_train()
@@ -172,7 +174,7 @@ def test_a_pause_inside_a_cycle_keeps_what_the_cycle_would_train_on(engine):
     sidecar.feeds.close()
 
 
-def test_an_order_that_is_none_or_cannot_be_kept_says_so(engine):
+def test_an_invalid_or_failed_order_gives_the_reason(engine):
     sidecar = attach(engine)
     assert order(sidecar, "dance")["error"] == (
         "'dance' is no order; give one of status, pause, resume, rollback"
@@ -197,14 +199,14 @@ def test_the_commands_reach_a_running_trainer(engine, capsys):
     finally:
         sidecar.stop()
         loop.join(20)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     name = f"trainer {os.getpid()}"
-    lines = said.out.splitlines()
+    lines = captured.out.splitlines()
     assert lines[0].startswith(f"{name}: ") and "version 0 served" in lines[0]
     assert "0 cycles, 0 steps, " in lines[0]
     assert lines[1:3] == [f"{name}: paused", f"{name}: was paused"]
     assert json.loads("\n".join(lines[3:-1]))[name]["state"]
     assert lines[-1] == f"{name}: resumed"
-    assert "no draft has been published" in said.err
+    assert "no draft has been published" in captured.err
     assert main(["status", *where]) == 1
     assert "no trainer is running" in capsys.readouterr().err

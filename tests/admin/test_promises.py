@@ -1,8 +1,8 @@
-"""What the operator's commands promise, under any order of commands and faults.
+"""Guarantees of the operator's commands, under any order of commands and faults.
 
-After an acknowledged `capture off` or `pause` no row leaves an engine until it is
-ordered away; after a purge that exits with 0 no live process holds what it named; a
-command reaches the trainers within `REACH_S` of a fault, or fails and says why;
+After an acknowledged `capture off` or `pause` no row leaves an engine until the switch
+is reset; after a purge that exits with 0 no live process has data that it named; a
+command reaches the trainers within `REACH_S` of a fault, or fails with the reason;
 learning resumes without an operator.
 """
 
@@ -103,7 +103,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1000), half=st.booleans())
     def a_file_is_truncated(self, number, half):
-        """But an engine's manifest, of which no other copy is made while it lives."""
+        """But an engine's manifest: no other copy of it is made during its life."""
         folders = (self.world.run_dir, self.world.state_dir)
         paths = sorted(p for f in folders for p in f.rglob("*") if p.is_file())
         paths = [p for p in paths if not p.name.startswith("engine-")]
@@ -154,23 +154,26 @@ class Commands(RuleBasedStateMachine):
         self.killed = 0
         Engine(self.world)
 
-    def reached(self, word):
-        """Give a command: 0 only if all trainers have it; 0 if all are in reach."""
+    def reached(self, command):
+        """Run a command: 0 only if all trainers have it; 0 if all are in reach."""
         world = self.world
         lively = world.lively
         quiet = world.mono - world.quiet_since > REACH_S and world.engines
         hung = [t for t in world.trainers if t.hung]
-        status = world.order(word)
-        if status == 0 and word != "status":
-            world.paused = world.mono if word == "pause" else None
+        status = world.order(command)
+        if status == 0 and command != "status":
+            world.paused = world.mono if command == "pause" else None
             for trainer in lively:
                 if trainer.returncode is None:
-                    assert trainer.pause.on == (word == "pause"), (word, trainer.pid)
+                    assert trainer.pause.on == (command == "pause"), (
+                        command,
+                        trainer.pid,
+                    )
         if quiet and lively and not hung:
-            assert status == 0, word
+            assert status == 0, command
 
     def resumes(self):
-        """Faults end; the switches are ordered away; nothing else is done."""
+        """End all faults and reset the switches; do nothing else."""
         world = self.world
         for trainer in world.trainers:
             trainer.hung = False
@@ -203,10 +206,10 @@ def promises(examples, steps):
     )
 
 
-def test_commands_keep_their_promises_under_faults():
+def test_commands_keep_their_guarantees_under_faults():
     promises(20, 20)
 
 
 @pytest.mark.nightly
-def test_commands_keep_their_promises_under_many_faults():
+def test_commands_keep_their_guarantees_under_many_faults():
     promises(600, 40)

@@ -1,4 +1,4 @@
-"""Orders through the Unix socket: what arrives, what is refused, who may ask."""
+"""Orders through the Unix socket: delivery, refusals, permissions."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from tests.transport.samples import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
-from vllm_tide.transport.admin import AdminSocket, ask_all, send, trainer_sockets
+from vllm_tide.transport.admin import AdminSocket, send, send_to_all, trainer_sockets
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import TransportError
 
@@ -27,17 +27,17 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def served(run_dir):
-    """A socket that is polled as a trainer does."""
+    """A socket that is polled as by a trainer."""
     trainer, ending = AdminSocket(run_dir), threading.Event()
     asked = []
 
-    def carry_out(request):
+    def execute(request):
         asked.append(request)
         return {"ok": True, "did": request["do"], "what": request["what"]}
 
     def loop():
         while not ending.wait(0.005):
-            trainer.poll(carry_out)
+            trainer.poll(execute)
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -48,7 +48,7 @@ def served(run_dir):
 
 
 def client_of(path):
-    """A client that has said nothing yet."""
+    """Connect a client that has sent nothing yet."""
     fd = os.open(path.parent, os.O_RDONLY)
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(5)
@@ -58,7 +58,7 @@ def client_of(path):
 
 
 def leave_socket(run_dir):
-    """What a killed trainer leaves."""
+    """Make the files of a killed trainer."""
     dead = run_dir / "admin-1.sock"
     fd = os.open(run_dir, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as left:
@@ -67,24 +67,24 @@ def leave_socket(run_dir):
     return dead
 
 
-def test_an_order_of_its_user_is_carried_out_and_answered(served, run_dir):
+def test_an_order_of_its_user_is_executed_and_answered(served, run_dir):
     trainer, asked = served
     order = {"do": "pause", "what": 1}
-    answers = ask_all(run_dir, order, 5)
+    answers = send_to_all(run_dir, order, 5)
     assert answers == {
         f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}
     }
     assert asked == [order]
     assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-    # One that fails ends nothing.
+    # A failing order ends nothing.
     assert send(trainer.path, {"do": "pause"}, 5) == {
-        "ok": False, "error": "it failed (KeyError); see the log",
+        "ok": False, "error": "the command failed (KeyError); see the log",
     }  # fmt: skip
 
 
-def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
-    """Somebody cleaned the run directory: a logout, `rm`, systemd-tmpfiles."""
+def test_a_socket_without_its_name_is_bound_again(served, run_dir):
+    """The run directory was cleaned: by a logout, `rm`, systemd-tmpfiles."""
     order = {"do": "pause", "what": 1}
     for remove in (shutil.rmtree, clear, shutil.rmtree):
         remove(run_dir)
@@ -92,15 +92,15 @@ def test_a_socket_whose_name_is_gone_is_bound_anew(served, run_dir):
         while not trainer_sockets(run_dir):
             assert time.monotonic() < until
             time.sleep(0.01)
-        (answer,) = ask_all(run_dir, order, 5).values()
+        (answer,) = send_to_all(run_dir, order, 5).values()
         assert answer["ok"]
         (path,) = trainer_sockets(run_dir)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_a_socket_that_could_not_be_made_is_made_later(run_dir, caplog, monkeypatch):
-    monkeypatch.setattr(admin, "LOOK_S", 0.0, raising=False)
+def test_a_failed_socket_is_made_later(run_dir, caplog, monkeypatch):
+    monkeypatch.setattr(admin, "CHECK_PERIOD_S", 0.0, raising=False)
     run_dir.touch()
     trainer = AdminSocket(run_dir)
     for _ in range(3):
@@ -120,20 +120,21 @@ def clear(run_dir):
 
 
 @pytest.mark.parametrize(
-    "said", [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000]
+    "request",
+    [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000],
 )
-def test_what_is_no_request_is_answered_with_a_sentence(served, said):
+def test_an_invalid_request_is_answered_with_a_message(served, request):
     trainer, asked = served
-    if not said.endswith(b"\n"):
-        said = said[:4000] + b"x" * 1000
+    if not request.endswith(b"\n"):
+        request = request[:4000] + b"x" * 1000
     with client_of(trainer.path) as client:
-        client.sendall(said)
+        client.sendall(request)
         answer = json.loads(client.recv(1 << 16))
-    assert not answer["ok"] and answer["error"].startswith("a request is")
+    assert not answer["ok"] and answer["error"].startswith("a request must be")
     assert asked == []
 
 
-def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
+def test_an_answer_larger_than_the_socket_buffer_arrives_whole(run_dir):
     trainer, ending = AdminSocket(run_dir), threading.Event()
     long = "x" * 3_000_000
     answering = threading.Thread(
@@ -142,7 +143,7 @@ def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
             for _ in iter(lambda: ending.wait(0.005), True)
         ]
     )
-    idle = client_of(trainer.path)  # it asks and does not read
+    idle = client_of(trainer.path)  # it sends and does not read
     idle.sendall(b'{"do": "status"}\n')
     answering.start()
     try:
@@ -158,7 +159,7 @@ def test_an_answer_larger_than_the_system_holds_arrives_whole(run_dir):
         trainer.close()
 
 
-def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
+def test_silent_clients_block_nothing_and_the_oldest_is_closed(served):
     trainer, _ = served
     order = {"do": "status", "what": 1}
     silent = [client_of(trainer.path) for _ in range(8)]
@@ -166,12 +167,12 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     silent += [client_of(trainer.path) for _ in range(admin.MAX_CLIENTS)]
     assert send(trainer.path, order, 60)["ok"]
     silent[0].settimeout(60)
-    error = f"{admin.MAX_CLIENTS} clients say nothing; the oldest is sent away"
+    error = f"too many idle clients ({admin.MAX_CLIENTS}); closing the oldest"
     assert json.loads(silent[0].recv(4096)) == {"ok": False, "error": error}
     assert len(trainer._clients) <= admin.MAX_CLIENTS
     for client in silent:
         client.close()
-    # The one that asks hears the answer before the trainer has let it go.
+    # The sender reads the answer before the trainer has closed the connection.
     until = time.monotonic() + 60
     while trainer._clients and time.monotonic() < until:
         assert send(trainer.path, order, 5)["ok"]
@@ -179,13 +180,13 @@ def test_silent_clients_hold_nothing_up_and_of_too_many_the_oldest_goes(served):
     assert trainer._clients == {}
 
 
-def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
+def test_the_socket_of_a_killed_trainer_is_not_running_and_is_removed(run_dir):
     run_dir.mkdir(mode=0o700)
     leave_socket(run_dir)
     staged = run_dir / ".admin-1-00000000.new"
     staged.touch()
     with pytest.raises(TransportError, match="no trainer is running"):
-        ask_all(run_dir, {"do": "status"}, 1)
+        send_to_all(run_dir, {"do": "status"}, 1)
     trainer = AdminSocket(run_dir)
     assert trainer_sockets(run_dir) == [trainer.path]
     trainer.close()
@@ -195,7 +196,7 @@ def test_what_a_killed_trainer_left_is_nobody_and_is_swept(run_dir):
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
+def test_a_socket_that_does_not_listen_yet_is_not_removed(run_dir, monkeypatch):
     run_dir.mkdir(mode=0o700)
     seen = []
 
@@ -214,24 +215,26 @@ def test_a_socket_that_does_not_listen_yet_is_not_swept(run_dir, monkeypatch):
     trainer = AdminSocket(run_dir)
     assert trainer_sockets(run_dir) == [trainer.path]
     assert len(seen) == 1 and trainer.path not in seen
-    (answer,) = ask_all(run_dir, {"do": "status"}, 0.05).values()
-    assert "has not answered" in answer["error"]  # connected: it only is not polled
+    (answer,) = send_to_all(run_dir, {"do": "status"}, 0.05).values()
+    assert "has not answered" in answer["error"]  # connected: it is only not polled
     trainer.close()
 
 
-def test_trainers_of_one_pid_are_two(run_dir):
+def test_two_trainers_with_the_same_pid_are_distinguished(run_dir):
     """As in two containers that share the run directory."""
     first, second = AdminSocket(run_dir), AdminSocket(run_dir)
     assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
-    names = sorted(ask_all(run_dir, {"do": "status"}, 0.05))
+    names = sorted(send_to_all(run_dir, {"do": "status"}, 0.05))
     assert len(names) == 2
     assert all(name.startswith(f"trainer {os.getpid()}-") for name in names)
     first.close()
-    assert list(ask_all(run_dir, {"do": "status"}, 0.05)) == [f"trainer {os.getpid()}"]
+    assert list(send_to_all(run_dir, {"do": "status"}, 0.05)) == [
+        f"trainer {os.getpid()}"
+    ]
     second.close()
 
 
-def test_a_place_without_sockets_stops_no_trainer(tmp_path):
+def test_a_folder_without_sockets_stops_no_trainer(tmp_path):
     (tmp_path / "file").write_text("")
     trainer = AdminSocket(tmp_path / "file")
     trainer.poll(lambda _: {})
@@ -242,12 +245,12 @@ def probe(run_dir, *more, wait="0.05"):
     return main(["status", "--run-dir", str(run_dir), "--timeout", wait, *more])
 
 
-def test_a_health_check_asks_for_a_trainer_only_where_an_engine_serves(run_dir):
+def test_a_health_check_requires_a_trainer_only_where_an_engine_serves(run_dir):
     assert probe(run_dir, "--probe") == 0  # not made yet
     run_dir.mkdir(mode=0o700)
     leave_socket(run_dir)
     assert probe(run_dir, "--probe") == 0  # it waits for an engine
-    assert probe(run_dir) == 1  # a person asked: nobody is there
+    assert probe(run_dir) == 1  # from the command line: not running
     write_manifest(run_dir, make_manifest())
     assert probe(run_dir, "--probe") == 1
     hung = AdminSocket(run_dir)  # listens, and never polls

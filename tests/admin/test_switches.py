@@ -1,4 +1,4 @@
-"""Where `capture off` and `pause` are kept, and what they outlive."""
+"""Where `capture off` and `pause` are stored, and what they outlive."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from tests.transport.samples import make_manifest, make_spec
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.capture.switch import PAUSED, Switch, heed_switches
+from vllm_tide.capture.switch import PAUSED, Switch, watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.purge import announce_trainer
-from vllm_tide.transport.rendezvous import lasting_folder, write_manifest
+from vllm_tide.transport.rendezvous import durable_folder, write_manifest
 from vllm_tide.transport.ring import Collect
 
 
 @pytest.fixture
 def recorder():
-    """An engine's, whose ring is read by a trainer that wants all rows."""
+    """Return an engine's recorder; a trainer reads its ring and requests all rows."""
     ring = RingWriter.create(make_spec(), 1 << 16)
     reader = RingReader.attach(ring.name)
     reader.set_collect(Collect.FULL)
@@ -34,9 +34,9 @@ def recorder():
 
 @pytest.fixture(params=[False, True], ids=["home", "state_dir"])
 def state(request, tmp_path, monkeypatch):
-    """`tide.train.state_dir` as arguments: a directory, or none for the user's."""
+    """Return `tide.train.state_dir` as arguments; none for the user's directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(switch, "LOOK_S", 0.02)
+    monkeypatch.setattr(switch, "POLL_S", 0.02)
     return [str(tmp_path / "kept")] if request.param else []
 
 
@@ -67,34 +67,34 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
     switch_off(name, run_dir, state)
     shutil.rmtree(run_dir)
     announce(run_dir, state)
-    heed_switches(recorder, run_dir, *state).set()
-    assert recorder.wish is Collect.NOTHING
+    watch_capture_switch(recorder, run_dir, *state).set()
+    assert recorder.collect_mode is Collect.NOTHING
     assert Switch(run_dir, PAUSED, *state).on == (name == "pause")
     assert main(["capture", "on", "--run-dir", str(run_dir)]) == 0
     Switch(run_dir, PAUSED, *state).set(False)
-    heed_switches(recorder, run_dir, *state).set()
-    assert recorder.wish is Collect.FULL
+    watch_capture_switch(recorder, run_dir, *state).set()
+    assert recorder.collect_mode is Collect.FULL
 
 
 @pytest.mark.parametrize("name", ["capture_off.json", "paused.json"])
 def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
     recorder, tmp_path, state, name
 ):
-    """Also where the switch is in no other place: made by hand, or by an older version.
+    """Also where the switch is stored nowhere else, as by an older version.
 
-    The engine itself makes the directory anew.
+    The engine itself makes the directory again.
     """
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     (run_dir / name).write_text("{}")
-    ended = heed_switches(recorder, run_dir, *state)
+    ended = watch_capture_switch(recorder, run_dir, *state)
     try:
         for _ in range(2):
             shutil.rmtree(run_dir)
             time.sleep(0.1)
             assert recorder.off
             announce(run_dir, state)
-            until((run_dir / name).exists)  # for those that start there, and for `on`
+            until((run_dir / name).exists)  # for engines that start there, and for `on`
             assert recorder.off
         for each in ("capture_off.json", "paused.json"):
             assert Switch(run_dir, each, *state).set(False) == ""
@@ -110,23 +110,23 @@ def test_switches_of_two_run_directories_are_two(recorder, tmp_path, state):
     for name in ("one", "two"):
         announce(tmp_path / name, state)
     switch_off("capture", tmp_path / "one", state)
-    heed_switches(recorder, tmp_path / "two", *state).set()
+    watch_capture_switch(recorder, tmp_path / "two", *state).set()
     assert not recorder.off
 
 
-def test_a_switch_that_may_not_outlive_a_reboot_says_so(tmp_path, state, capsys):
+def test_a_switch_that_may_not_outlive_a_reboot_is_reported(tmp_path, state, capsys):
     run_dir = tmp_path / "run"
     announce(run_dir, state)
-    kept = tmp_path / ("kept" if state else "home")
-    kept.touch()  # no directory
+    folder = tmp_path / ("kept" if state else "home")
+    folder.touch()  # no directory
     switch_off("capture", run_dir, state)
-    said = capsys.readouterr()
-    assert "capture is off" in said.out
-    assert "may not outlive a reboot" in said.err
-    assert "tide.train.state_dir" in said.err and str(kept) in said.err
+    captured = capsys.readouterr()
+    assert "capture is off" in captured.out
+    assert "not after a reboot" in captured.err
+    assert "tide.train.state_dir" in captured.err and str(folder) in captured.err
 
 
-def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
+def test_a_persistent_switch_is_not_reported_as_temporary(tmp_path, state, capsys):
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     switch_off("capture", run_dir, state)
@@ -134,12 +134,12 @@ def test_a_switch_that_stays_is_not_said_to_be_gone(tmp_path, state, capsys):
     copy.unlink()
     copy.mkdir()
     assert main(["capture", "on", "--run-dir", str(run_dir)]) == 2
-    said = capsys.readouterr()
-    assert "capture is on" not in said.out and str(copy) in said.err
+    captured = capsys.readouterr()
+    assert "capture is on" not in captured.out and str(copy) in captured.err
 
 
 def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
-    """Else one that outlived its trainer could not be ended."""
+    """Else a pause that outlived its trainer could not be ended."""
     run_dir = tmp_path / "run"
     where = ["--run-dir", str(run_dir)]
     assert main(["pause", *where]) == 1 and not run_dir.exists()
@@ -147,24 +147,24 @@ def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
     assert main(["pause", *where]) == 0
     assert "paused (no trainer is running)" in capsys.readouterr().out
     assert Switch(run_dir, PAUSED, *state).on
-    heed_switches(recorder, run_dir, *state).set()
+    watch_capture_switch(recorder, run_dir, *state).set()
     assert recorder.off
     assert main(["resume", *where]) == 0
     assert "resumed (no trainer is running)" in capsys.readouterr().out
-    heed_switches(recorder, run_dir, *state).set()
+    watch_capture_switch(recorder, run_dir, *state).set()
     assert not recorder.off
 
 
-def test_a_trainer_whose_socket_is_gone_is_not_passed_over(tmp_path, state, capsys):
-    """It would train on: the command says so, and the socket is bound anew."""
+def test_a_trainer_without_its_socket_is_not_ignored(tmp_path, state, capsys):
+    """It continues training: the command reports it, the socket is bound again."""
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     Report(run_dir, "e1").write(TrainerStatus(state="training"))
     assert main(["pause", "--run-dir", str(run_dir)]) == 2
-    assert "no trainer is running" not in (said := capsys.readouterr().err)
-    assert f"trainer {os.getpid()} has no socket" in said
-    # Nor one whose run directory has just vanished.
-    (path,) = announce_trainer([lasting_folder(run_dir, *state or [None])])
+    assert "no trainer is running" not in (stderr := capsys.readouterr().err)
+    assert f"trainer {os.getpid()} has no socket" in stderr
+    # Nor one that has just lost its run directory.
+    (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)
     announce(run_dir, state)
     assert main(["pause", "--run-dir", str(run_dir)]) == 2

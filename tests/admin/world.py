@@ -1,8 +1,7 @@
 """Engines, trainers and an operator in virtual time: the real parts, one process.
 
-Each engine and trainer has a pid and a start time of its own, in a pid namespace of
-its own; one that is killed leaves what a killed process leaves. Time passes where
-somebody waits.
+Each engine and trainer has a separate pid and start time, in a separate pid namespace;
+a killed one leaves the files of a killed process. Time passes in waits.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class World:
 
     Attributes:
         off, paused: Since when (monotonic) an acknowledged switch is on; None: it is
-            not, or was ordered away.
-        wrong: Sentences about promises that were broken.
+            not, or was reset.
+        wrong: Messages about violated guarantees.
     """
 
     def __init__(self, folder, patch, models):
@@ -87,7 +86,7 @@ class World:
         )
         for module in TIMED:
             patch.setattr(module, "time", clock)
-        # Sweeps judge by this world's clock: they are to see its own segments only.
+        # Sweeps decide by this world's clock: they see its own segments only.
         prefix = f"{shm.NAME_PREFIX}world_{real}_"
         for module in (shm, rendezvous):
             patch.setattr(module, "NAME_PREFIX", prefix)
@@ -132,13 +131,13 @@ class World:
             for each in (*self.engines, *self.trainers):
                 each.tick()
 
-    def order(self, *words):
-        """Give a command; its exit status. One that fails has to say why."""
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = main([*words, "--run-dir", str(self.run_dir), "--timeout", "5"])
-        if status and not said.getvalue():
-            self.wrong.append(f"{words} exited with {status} and said nothing")
+    def order(self, *argv):
+        """Run a command; return its exit status. A failure must have a message."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = main([*argv, "--run-dir", str(self.run_dir), "--timeout", "5"])
+        if status and not output.getvalue():
+            self.wrong.append(f"{argv} exited with {status} without a message")
         return status
 
     @property
@@ -151,7 +150,7 @@ class World:
         if self.order("purge", *whose) == 0:
             self.purges.append((tenant, asked))
             for trainer in self.trainers:
-                for key in trainer.held:
+                for key in trainer.records:
                     self.check_purged(key)
 
     def check_purged(self, key):
@@ -185,7 +184,7 @@ class Engine:
         name = secrets.token_hex(8)
         with world.acting(self.pid):
             rendezvous.reclaim_orphans(world.run_dir)
-            rendezvous.require_room(world.run_dir)
+            rendezvous.require_space(world.run_dir)
             self.ring = RingWriter.create(SPEC, 1 << 20)
             self.weights = WeightsSegment.create(1 << 16)
             state = str(world.state_dir)
@@ -206,7 +205,7 @@ class Engine:
             self.announce()
             group = rendezvous.group_of(self.manifest)
             self.child = TrainerProcess(name, world.run_dir, group, SpoolConfig())
-        self.next_look = self.next_report = 0.0
+        self.next_poll = self.next_report = 0.0
         world.engines.append(self)
 
     def announce(self):
@@ -217,20 +216,20 @@ class Engine:
     def tick(self):
         world = self.world
         with world.acting(self.pid):
-            if world.mono >= self.next_look:
-                self.next_look = world.mono + switch.LOOK_S
+            if world.mono >= self.next_poll:
+                self.next_poll = world.mono + switch.POLL_S
                 self.recorder.off = bool(self.switches.read())
             if world.mono >= self.next_report:
                 self.next_report = world.mono + 1.0
                 self.announce()
                 self.weights.heartbeat()
-                self.child._look()
+                self.child._check()
             self.ring.heartbeat()
             self.serve()
 
     def serve(self):
         world = self.world
-        if self.recorder.wish is Collect.NOTHING:
+        if self.recorder.collect_mode is Collect.NOTHING:
             return
         key, tenant = world.random.getrandbits(63), world.random.choice((1, 2))
         record = replace(make_record(SPEC, 1), key=key, tenant=tenant)
@@ -246,7 +245,7 @@ class Engine:
         self.switches.close()
         if self.child._lock is not None:
             os.close(self.child._lock)
-        with self.world.acting(None):  # nobody unlinks
+        with self.world.acting(None):  # not unlinked
             self.ring.close()
             self.weights.close()
 
@@ -257,7 +256,7 @@ class Trainer:
     def __init__(self, world, locks):
         self.world, self.pid, self.returncode = world, world.spawn(), None
         self.ready, self.attached, self.hung = world.mono + LOAD_S, False, False
-        self.held, self.fresh = [], 0
+        self.records, self.fresh = [], 0
         self.locks = [os.dup(fd) for fd in locks]
         self.feeds = self.socket = None
         world.trainers.append(self)
@@ -270,8 +269,10 @@ class Trainer:
             self.kill(2)
             return
         self.inbox = PurgeInbox(world.run_dir)
-        kept = rendezvous.state_dirs(world.run_dir)
-        folders = [rendezvous.lasting_folder(world.run_dir, each) for each in kept]
+        state_dirs = rendezvous.state_dirs(world.run_dir)
+        folders = [
+            rendezvous.durable_folder(world.run_dir, each) for each in state_dirs
+        ]
         self.files = purge.announce_trainer(folders)
         self.pause = Switch(
             world.run_dir, PAUSED, *rendezvous.state_dirs(world.run_dir)
@@ -294,9 +295,9 @@ class Trainer:
             if not self.attached:
                 self.attach()
             if self.returncode is None:
-                self.turn()
+                self.run_once()
 
-    def turn(self):
+    def run_once(self):
         self.feeds.poll()
         if not len(self.feeds):
             self.socket.close()
@@ -309,28 +310,30 @@ class Trainer:
         for request in self.inbox.pending():
             self.drain()
             tenants = self.world.served
-            kept = [k for k in self.held if request.tenant not in (None, tenants[k][0])]
-            removed, self.held = len(self.held) - len(kept), kept
+            remaining = [
+                k for k in self.records if request.tenant not in (None, tenants[k][0])
+            ]
+            removed, self.records = len(self.records) - len(remaining), remaining
             self.feeds.purge(request.tenant)
             self.inbox.done(request, {"tokens": removed})
-        self.socket.poll(self.carry_out)
+        self.socket.poll(self.execute)
         if self.report.due():
             self.report.write(self.status)
 
     def drain(self):
         for _, records in self.feeds.read(4096):
             for record in records:
-                self.held.append(record.key)
+                self.records.append(record.key)
                 self.fresh += 1
                 self.world.check_purged(record.key)
 
-    def carry_out(self, request):
+    def execute(self, request):
         if request["do"] == "status":
-            told = dict.fromkeys(
+            report = dict.fromkeys(
                 ("waiting_for", "last_decision", "cycles", "steps", "publications"), 0
             )
-            told |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
-            return {"ok": True, "status": {**told, "state": "waiting"}}
+            report |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
+            return {"ok": True, "status": {**report, "state": "waiting"}}
         was, on = self.pause.on, request["do"] == "pause"
         note = self.pause.set(on)
         self.set_collect()
@@ -341,7 +344,7 @@ class Trainer:
         self.feeds.set_collect(Collect.NOTHING if self.pause.on else Collect.FULL)
 
     def kill(self, status=-9):
-        """Ends: its claims, its socket's name and its files stay."""
+        """End: its claims, its socket's name and its files stay."""
         if self.returncode is not None:
             return
         self.returncode = status
@@ -369,7 +372,7 @@ class Trainer:
 
 def client_in(world):
     class Client(socket.socket):
-        """Its answers come in virtual time."""
+        """Answers in virtual time."""
 
         def settimeout(self, seconds):
             self.patience = seconds

@@ -1,4 +1,4 @@
-"""Streams are replayed against a server that only looks like one."""
+"""Streams are replayed against a fake server."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ CYCLE = (1, 1, 3, 3, 3, 3, 2, 2)
 
 
 class FakeServer:
-    """Streams `max_tokens` tokens, two at a time, and watches the concurrency."""
+    """Streams `max_tokens` tokens, two at a time, and records the concurrency."""
 
     def __init__(self):
         self.now = 0
@@ -31,11 +31,11 @@ class FakeServer:
                 return web.Response(status=500, text="broken")
             reply = web.StreamResponse()
             await reply.prepare(http)
-            wanted = body["max_tokens"] - (2 if prompt == "prompt 6" else 0)
-            for start in range(0, wanted, 2):
+            num_tokens = body["max_tokens"] - (2 if prompt == "prompt 6" else 0)
+            for start in range(0, num_tokens, 2):
                 await asyncio.sleep(0.005)
                 choice = {"token_ids": [start, start + 1], "text": "x"}
-                if start + 2 >= wanted:
+                if start + 2 >= num_tokens:
                     choice["finish_reason"] = "stop"
                 if start == 0:
                     choice["prompt_token_ids"] = [7]

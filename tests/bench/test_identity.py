@@ -41,15 +41,15 @@ def test_candidates_within_rounding_of_the_best_are_a_near_tie(wide, error, near
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (result(0, [1]), "shorter"),
         (result(1, [1, 2]), "different streams"),
         (result(0, [1, 2], prompt=(1,)), "tokenised differently"),
     ],
 )
-def test_arms_must_have_run_the_same_requests_to_the_same_length(other, said):
-    with pytest.raises(ValueError, match=said):
+def test_arms_must_have_run_the_same_requests_to_the_same_length(other, message):
+    with pytest.raises(ValueError, match=message):
         compare(("a", "b"), [result(0, [1, 2])], [other])
     bad = result(0, [], error="HTTP 500")
     assert compare(("a", "b"), [result(0, [1])], [bad]) == []
@@ -69,13 +69,13 @@ def judge(near):
     return rescored
 
 
-def test_a_shorter_arm_is_compared_where_it_ran():
+def test_a_shorter_arm_is_compared_over_its_length():
     arms = {"none": arm(), "shared": arm(), "exact": arm(2), "gone": []}
-    found = identity_of(arms, Path("t"), "float32", judge(False))
-    assert found["compared_with"] == "none"
-    assert found["arms"]["exact"]["compared"] == 2
-    assert all(v["identical"] for v in found["arms"].values())
-    assert "gone" not in found["arms"] and identity_problems(found) == []
+    result = identity_of(arms, Path("t"), "float32", judge(False))
+    assert result["compared_with"] == "none"
+    assert result["arms"]["exact"]["compared"] == 2
+    assert all(v["identical"] for v in result["arms"].values())
+    assert "gone" not in result["arms"] and identity_problems(result) == []
     alone = identity_of({"none": arm()}, Path("t"), "float32", judge(True))
     assert alone == {"compared_with": None, "arms": {}, "differences": []}
 

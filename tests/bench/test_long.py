@@ -12,7 +12,7 @@ from bench.harness.arms import make_arm, speculative_config
 from bench.suites.long import (
     rows_of,
 )
-from vllm_tide.config import parse_tide, trainer_wanted
+from vllm_tide.config import parse_tide, starts_trainer
 
 
 def visit(arm, block, rate, group="repetitive", concurrency=1):
@@ -67,7 +67,7 @@ def test_arms_that_adapt_within_a_request_are_valid(
     trains = adapt != "off"
     assert arm.adapts == tide.capture.enabled == tide.swap.enabled == trains
     # Visits have a cache salt: without it nothing of them would be captured.
-    assert tide.capture.salted == trainer_wanted(tide) == trains
-    # What the loop between requests learns is the arm's that has all.
+    assert tide.capture.salted == starts_trainer(tide) == trains
+    # The training between requests counts for the arm with everything on.
     if trains:
         assert (tide.train.min_new_tokens < 10**6) == (name == "everything")

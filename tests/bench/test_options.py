@@ -19,7 +19,7 @@ from tests.bench.toys import options_for
         ("multi", {"max_minutes": 0.0}, "--max-minutes"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_option(suite, changes, sentence, tmp_path):
+def test_impossible_options_are_refused_by_name(suite, changes, sentence, tmp_path):
     with pytest.raises(BenchError, match=sentence):
         options_for(kind_of(suite), suite, tmp_path, **changes).check()
 

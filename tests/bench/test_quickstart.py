@@ -11,7 +11,7 @@ import pytest
 
 from bench.suites import quickstart as quickstart
 from demo.fetch_model import INDEX
-from tests.bench.turn_toys import (
+from tests.bench.fake_processes import (
     as_a_terminal_starts,
     demo,
     fake_quickstart_venv,
@@ -60,16 +60,16 @@ def report_of(arguments, *more):
 
 
 @pytest.mark.slow
-def test_arms_take_turns_and_one_runs_at_a_time(arguments, target, monkeypatch):
+def test_arms_alternate_and_one_runs_at_a_time(arguments, target, monkeypatch):
     monkeypatch.setattr(quickstart, "available_mib", lambda: 64000.0)
     report = report_of(
         arguments, "--arms", "none", "frozen", "tide", "--static-lengths", "3"
     )
     seen = what_ran(target)
-    turns = [4, 4, 4]  # before the shift, and two after it
+    phases = [4, 4, 4]  # before the shift, and two after it
     arms = ("none", "static3", "tide")
     assert [arm for arm, *_ in seen] == [
-        arm for count in turns for arm in arms for _ in range(count)
+        arm for count in phases for arm in arms for _ in range(count)
     ]
     for arm, _, others in seen:
         states = {"none": "T", "static3": "T", "tide": "T", "trainer": "T"}
@@ -97,20 +97,25 @@ def test_a_server_that_does_not_start_makes_the_run_unsound(arguments, target, c
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--requests", "9,4", "--arms", "none"], "'math' has 8 distinct prompts"),
-        (["--requests", "5,4", "--static-lengths", "1,3"], "the stream wants 9"),
+        (
+            ["--requests", "5,4", "--static-lengths", "1,3"],
+            "fewer than the 9 of the stream",
+        ),
         (["--requests", "4,9"], "'sql' has 8 distinct prompts"),
         (["--requests", "4,0"], "--requests: give a number of at least 1"),
         (["--requests", "4"], "--requests: give a number of at least 1 for each"),
-        (["--domains", "sql,sql"], "--domains: a domain follows itself"),
+        (["--domains", "sql,sql"], "--domains: a domain is repeated in a row"),
     ],
 )
-def test_too_few_prompts_are_said_in_a_sentence(arguments, capsys, options, said):
+def test_too_few_prompts_are_refused_with_a_message(
+    arguments, capsys, options, message
+):
     with pytest.raises(SystemExit):
         quickstart.main([*arguments, *options])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -129,7 +134,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
     assert facts["static_tokens_per_s_before_shift"] == {"1": 1.0, "5": 5.0}
     assert facts["frozen_length"] == 5
     assert report["arms"]["frozen"]["requests"]["index"] == list(range(12))
-    # Other requests of the same domain, each length in its turn.
+    # Other requests of the same domain, each length in order.
     tried = [(a, p) for a, p, _ in what_ran(target) if a != "static3"][:8]
     assert [arm for arm, _ in tried] == ["static1"] * 4 + ["static5"] * 4
     probe = {prompt for _, prompt in tried}
@@ -140,7 +145,7 @@ def test_a_static_length_that_cannot_be_served_is_left_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, number):
+def test_a_signal_to_the_script_ends_all_of_its_processes(tmp_path, target, number):
     model = tmp_path / "model"
     shutil.copytree(target, model)
     (model / "model.json").write_text(json.dumps({"source": INDEX, "files": {}}))
@@ -156,8 +161,8 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
-    said = tmp_path / "said"
-    with said.open("wb") as out:
+    log = tmp_path / "said"
+    with log.open("wb") as out:
         script = subprocess.Popen(
             as_a_terminal_starts(command),
             env={**os.environ, **env},
@@ -167,12 +172,12 @@ def test_a_signal_to_the_script_ends_all_that_it_started(tmp_path, target, numbe
         )
     try:
         until(lambda: what_ran(model) or script.poll() is not None)
-        # With room for two servers `none` runs, and these are stopped.
-        assert {"tide", "trainer"} <= running(model).keys(), said.read_text()
+        # With capacity for two servers `none` runs, and these are stopped.
+        assert {"tide", "trainer"} <= running(model).keys(), log.read_text()
         (suite,) = psutil.Process(script.pid).children()
-        os.killpg(script.pid, number)  # the suite is in a group of its own
+        os.killpg(script.pid, number)  # the suite has its process group
         script.wait(60)
     finally:
         os.killpg(script.pid, signal.SIGKILL) if script.poll() is None else None
-    assert script.returncode == 128 + number, said.read_text()
+    assert script.returncode == 128 + number, log.read_text()
     assert not running(model) and not suite.is_running()

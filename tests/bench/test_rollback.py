@@ -29,7 +29,7 @@ HEAD = {
 }
 
 
-def test_a_nan_head_is_one_that_the_engine_refuses():
+def test_the_engine_refuses_a_draft_with_nan():
     contract = DraftContract(HEAD, 16.0)
     with pytest.raises(DraftRefused, match="NaN"):
         contract.check(planted(HEAD, parse_plant("nan"), 0))
@@ -37,7 +37,7 @@ def test_a_nan_head_is_one_that_the_engine_refuses():
 
 
 @pytest.mark.parametrize("name", ["permuted", "noise0.1"])
-def test_the_engine_does_not_see_that_the_others_are_worse(name):
+def test_the_engine_does_not_detect_worse_drafts(name):
     spoilt = planted(HEAD, parse_plant(name), 0)
     DraftContract(HEAD, 16.0).check(spoilt)
     assert not torch.equal(spoilt["fc.weight"], HEAD["fc.weight"])
@@ -83,7 +83,7 @@ def test_trials_are_read_from_the_event_log():
     assert "undecided" in table(trials)
 
 
-def test_the_suite_reports_trials_and_compares_outputs(tmp_path, monkeypatch):
+def test_the_suite_reports_canaries_and_compares_outputs(tmp_path, monkeypatch):
     def planted_arm(_, options, stream, config, watch, run_dir):
         assert parse_tide(config["tide"]).schedule.mode == "tide"
         log = [

@@ -12,7 +12,7 @@ TEXT = gzip.decompress(
 SCRAPE = parse_metrics(TEXT, 2.5)
 
 
-def test_a_page_is_read_and_other_labels_are_kept_apart():
+def test_a_page_is_parsed_and_other_labels_are_separate():
     assert SCRAPE.t_s == 2.5
     assert SCRAPE.value("vllm:spec_decode_num_drafts") == 2691.0
     assert SCRAPE.value("vllm:spec_decode_num_drafts_total") == 2691.0

@@ -25,7 +25,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def fake_venv(folder: Path, script: str) -> Path:
-    """Make a venv whose `vllm` command is a script of ours."""
+    """Make a venv with a script of ours as its `vllm` command."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib/python3.11/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
     command = folder / "bin" / "vllm"
@@ -54,7 +54,7 @@ def test_a_server_starts_is_pinned_and_leaves_no_process(tmp_path):
         assert len(family) == 1
         assert server.misplaced_threads() == []
         assert server.memory_mib()["api"]["VmRSS"] > 1
-        # Its child outlives it: the harness has to end it by force, and says so.
+        # Its child outlives it: the harness must end it by force and report it.
         assert not server.stop(grace_s=1)
     deadline = time.monotonic() + 5
     while family[0].is_running() and time.monotonic() < deadline:

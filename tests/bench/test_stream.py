@@ -15,7 +15,7 @@ from bench.harness.stream import (
 PROMPTS = {name: [f"{name} {i}" for i in range(40)] for name in ("math", "sql")}
 
 
-def test_a_stream_shifts_and_may_come_back_to_other_prompts():
+def test_a_stream_shifts_and_may_return_to_other_prompts():
     options = StreamOptions(("math", "sql", "math"), (10, 14, 8), 96, (1, 2, 4))
     stream, more = build_stream(PROMPTS, options, 6)
     assert [r.index for r in stream] == list(range(32))
@@ -30,7 +30,7 @@ def test_a_stream_shifts_and_may_come_back_to_other_prompts():
     cycle = [*[1] * 4, *[2] * 4, *[4] * 4]
     assert [r.concurrency for r in stream[:10]] == cycle[:10]
     assert [r.concurrency for r in stream[10:24]] == [*cycle, 1, 1]
-    with pytest.raises(StreamError, match="has 40 distinct prompts.*wants 41"):
+    with pytest.raises(StreamError, match="has 40 distinct prompts.*fewer than the 41"):
         build_stream(PROMPTS, options, 23)
 
 
@@ -41,7 +41,7 @@ def test_prompts_are_read_plain_or_gzipped(tmp_path):
     assert read_prompts(tmp_path, "c") == read_prompts(tmp_path, "d") == ["int x;"]
 
 
-def test_domains_follow_each_other_and_concurrency_begins_anew_with_each():
+def test_domains_follow_each_other_and_concurrency_restarts_with_each():
     prompts = {name: [f"{name} {i}" for i in range(30)] for name in ("a", "b")}
     stream = shift_stream(prompts, [4, 10], 16, (1, 2), 0)
     assert [r.index for r in stream] == list(range(14))

@@ -98,13 +98,13 @@ def test_a_sound_run_has_no_problem():
     assert "acceptance length, sql (2)" in table(report)
 
 
-def test_a_phase_in_which_control_chose_depth_0_is_sound():
+def test_a_phase_with_depth_0_by_control_is_sound():
     last = {"swaps_total": 1, "captured_rows_total": 9, "last_swap_seconds": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}
     before = runs["tide"].segments[0]
     before.end = before.start  # nothing was drafted
-    said = ["tide: nothing was drafted in some phase"]
-    assert problems(build_report(runs, [], {}), runs) == said
+    problem_list = ["tide: nothing was drafted in some phase"]
+    assert problems(build_report(runs, [], {}), runs) == problem_list
     values = runs["tide"].samples[-1].values
     values["vllm_tide:steps_without_drafts_total", (("reason", "gain"),)] = 5.0
     report = build_report(runs, [], {})
@@ -126,11 +126,11 @@ def test_the_next_swap_after_each_shift():
     assert swaps_after_shifts_s(run) == []
 
 
-def test_what_makes_a_run_unsound_is_said():
+def test_problems_of_a_run_are_reported():
     runs = {name: make_run(name) for name in ("none", "tide")}
     runs["none"].results[0].error = "HTTP 500: no"
     runs["tide"].problems.append("the server died")
-    found = "\n".join(problems(build_report(runs, [], {}), runs))
+    text = "\n".join(problems(build_report(runs, [], {}), runs))
     for reason in (
         "arm frozen is missing",
         "1 requests failed",
@@ -138,11 +138,11 @@ def test_what_makes_a_run_unsound_is_said():
         "0 swaps",
         "nothing was captured",
     ):
-        assert reason in found
+        assert reason in text
 
 
 @pytest.mark.slow
-def test_the_picture_shows_every_arm(tmp_path):
+def test_the_plot_shows_every_arm(tmp_path):
     pytest.importorskip("matplotlib")
     last = {"swaps_total": 1, "captured_rows_total": 9, "last_swap_seconds": 0.001}
     runs = {name: make_run(name, **last) for name in ARMS}

@@ -22,7 +22,7 @@ def scrape(t_s, *, drafts=0.0, accepted=0.0, generated=0.0, **tide):
 
 
 def result(request, start_s, end_s, tokens=8):
-    """A request whose tokens came two at a time after the first."""
+    """Return a request with two tokens at a time after the first."""
     chunks = [(start_s + 0.1, 1)]
     while sum(n for _, n in chunks) < tokens:
         chunks.append((start_s + 0.2, min(2, tokens - sum(n for _, n in chunks))))
@@ -47,25 +47,25 @@ def arm_run(name, stream, seconds=2.0, accepted=1.0):
     t_s, parts, samples = 0.0, [], []
     generated = 0
 
-    def look():
+    def page():
         samples.append(
             scrape(t_s, drafts=t_s, accepted=accepted * t_s, generated=generated)
         )
         return samples[-1]
 
     for part in segments(stream):
-        start, results = look(), []
+        start, results = page(), []
         for item in part:
             results.append(result(item, t_s, t_s + seconds, item.max_tokens))
             t_s += seconds
             generated += item.max_tokens
-            look()
-        parts.append(SegmentRun(part[0].segment, start, look(), results))
+            page()
+        parts.append(SegmentRun(part[0].segment, start, page(), results))
     return ArmRun(name, parts, samples, 3.0)
 
 
 def options_for(kind, suite, folder: Path, **changes):
-    """Options that pass their checks without a vLLM installation."""
+    """Return options that pass their checks without a vLLM installation."""
     (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "venv" / "bin" / "vllm").touch()
     given = {

@@ -1,4 +1,4 @@
-"""The answer to a wrong command line, file or machine: one sentence, one status."""
+"""The answer to a wrong command line, file or machine: one line, one status."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ CHECK = ["config", "check"]
 
 # Command line, status, part of the answer. DIR is a folder with FILES.
 CASES = [
-    ([], 2, "Say what the running trainers do"),
+    ([], 2, "Show the state of running trainers"),
     (["doctr"], 2, "no command 'doctr'; did you mean 'doctor'?"),
     (["config"], 2, "print a commented example"),
     (["config", "example", "adpt"], 2, "no example 'adpt'; known: adapt, "),
     ([*CHECK, "DIR"], 2, "'DIR' cannot be read (Is a directory)"),
-    ([*CHECK, "DIR/array.json"], 2, "array.json' must hold a JSON object"),
+    ([*CHECK, "DIR/array.json"], 2, "array.json' must contain a JSON object"),
     ([*CHECK, "DIR/binary.json"], 2, "binary.json' cannot be read (is not"),
     ([*CHECK, "DIR/broken.json"], 2, "is not valid JSON: Expecting ','"),
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),
     ([*CHECK, "DIR/empty.json"], 2, "empty.json' is empty; give a JSON object"),
     ([*CHECK, "DIR/empty.yaml"], 2, "empty.yaml' is empty; give a JSON object"),
     ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json' has no tide section"),
-    ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is no text; put it in"),
-    ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: fine. vllm serve"),
+    ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is not a string; put "),
+    ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: valid. vllm serve"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
     ([*CHECK, '{"tide"}'], 2, "the inline JSON is not valid JSON: "),
-    ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": fine. vllm serve"),
+    ([*CHECK, inline()[:-1] + ",} // ok"], 0, ": valid. vllm serve"),
     ([*CHECK, inline(model="Fresh")], 2, "model: 'Fresh'; did you mean 'fresh'?"),
     ([*CHECK, inline(model="DIR/nope")], 2, "model: no draft at 'DIR/nope'"),
     (
         [*CHECK, inline(rejection_sample_method="synthetic")],
         2,
-        "rejection_sample_method: 'synthetic' makes up acceptance",
+        "rejection_sample_method: 'synthetic' does not compare drafts",
     ),
-    (["top", "--interval", "nan"], 2, "--interval: nan is no time of at least 0.05 s"),
-    (["top", "--url", "notaurl:::"], 2, "--url: 'notaurl:::' is no http address"),
+    (["top", "--interval", "nan"], 2, "--interval: nan is not a time of at"),
+    (["top", "--url", "notaurl:::"], 2, "--url: 'notaurl:::' is not an http address"),
     (
         ["top", "--url", "http://a..b:80", "--once", "--interval", "0.05"],
         1,
@@ -78,9 +78,9 @@ CASES = [
     (["capture", "on", "--run-dir", "DIR/r"], 1, "capture is on in DIR/r; 0 engines f"),
     (["capture", "off", "--run-dir", "DIR/r"], 1, "error: no run directory DIR/r: not"),
     (["status", "--run-dir", "DIR/r"], 1, "no trainer is running in DIR/r: start "),
-    (["status", "--timeout", "0"], 2, "--timeout: '0' is no time to wait; give sec"),
-    (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is no time to wait"),
-    (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is no id of 64 "),
+    (["status", "--timeout", "0"], 2, "--timeout: '0' is not a time; give sec"),
+    (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is not a time"),
+    (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is not a hexade"),
     (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
@@ -99,13 +99,13 @@ CASES = [
 ]
 
 
-def answered(words: list[str], folder: Path) -> tuple[int, list[str]]:
-    """Status and lines of a command's answer: of its errors, else of its output."""
+def answered(argv: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Return status and lines of a command's answer: its errors, else its output."""
     out, err = io.StringIO(), io.StringIO()
-    words = [word.replace("DIR", str(folder)) for word in words]
+    argv = [arg.replace("DIR", str(folder)) for arg in argv]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = main(words)
+            status = main(argv)
         except SystemExit as ended:
             status = int(ended.code or 0)
     # argparse prints the usage, indented, before the error.
@@ -114,37 +114,37 @@ def answered(words: list[str], folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[0])[:60])
-def test_a_bad_input_gets_one_sentence(case, tmp_path):
-    words, status, part = case
+def test_a_bad_input_gives_one_line(case, tmp_path):
+    argv, status, part = case
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
-    code, lines = answered(words, tmp_path)
-    assert (code, words) == (status, words), lines
+    code, lines = answered(argv, tmp_path)
+    assert (code, argv) == (status, argv), lines
     assert part.replace("DIR", str(tmp_path)) in "\n".join(lines)
     assert "Traceback" not in "".join(lines)
-    assert len(lines) == 1 or words in ([], ["config"]) or words[0] in ("top", "help")
+    assert len(lines) == 1 or argv in ([], ["config"]) or argv[0] in ("top", "help")
 
 
-# Each in a process of its own: an import cannot be taken back.
+# Each in a separate process: an import cannot be undone.
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "prometheus_client")))
 from vllm_tide.cli.main import main
-sys.exit(main({words!r}))
+sys.exit(main({argv!r}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "status", "part"),
+    ("argv", "status", "part"),
     [
         (["top", "--once", "--interval", "0.05"], 1, "TRAINER none seen"),
         (["status"], 1, "no trainer is running"),
-        (["train"], 2, "error: this command needs torch, which is not installed here"),
+        (["train"], 2, "error: this command needs torch, which is not installed"),
     ],
 )
-def test_a_laptop_has_neither_torch_nor_vllm(words, status, part, tmp_path):
-    code = WITHOUT.format(words=[*words, "--run-dir", str(tmp_path / "run")])
+def test_commands_run_without_torch_and_vllm(argv, status, part, tmp_path):
+    code = WITHOUT.format(argv=[*argv, "--run-dir", str(tmp_path / "run")])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -159,21 +159,23 @@ def test_a_laptop_has_neither_torch_nor_vllm(words, status, part, tmp_path):
 
 def test_a_relative_run_directory_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TIDE_RUN_DIR", "rel")
-    for words in (["status"], ["top", "--once"], ["train"], ["pause"]):
-        status, (line,) = answered(words, tmp_path)
+    for argv in (["status"], ["top", "--once"], ["train"], ["pause"]):
+        status, (line,) = answered(argv, tmp_path)
         assert status == 2
-        assert line == "error: TIDE_RUN_DIR: 'rel' is relative; give an absolute path"
+        assert line == "error: TIDE_RUN_DIR: 'rel' is relative; use an absolute path"
 
 
-def test_capture_off_where_nobody_is_there_is_set(tmp_path):
+def test_capture_off_without_an_engine_is_stored(tmp_path):
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     status, (line,) = answered(["capture", "off", "--run-dir", str(run)], tmp_path)
     assert status == 1
-    said = f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
-    assert line == said
-    words = ["capture", "off", "--json", "--run-dir", str(run)]
-    status, lines = answered(words, tmp_path)
+    message = (
+        f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
+    )
+    assert line == message
+    argv = ["capture", "off", "--json", "--run-dir", str(run)]
+    status, lines = answered(argv, tmp_path)
     assert json.loads("\n".join(lines))["engines"] == 0
 
 
@@ -184,19 +186,19 @@ def test_the_version_names_vllm_and_its_patches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [[*CHECK, inline()], ["patch", "status"]], ids=lambda words: words[0]
+    "argv", [[*CHECK, inline()], ["patch", "status"]], ids=lambda argv: argv[0]
 )
-def test_json_is_a_flag_and_output_a_file(words, tmp_path):
-    _, lines = answered([*words, "--json"], tmp_path)
+def test_json_is_a_flag_and_output_a_file(argv, tmp_path):
+    _, lines = answered([*argv, "--json"], tmp_path)
     out = tmp_path / "out.json"
-    assert answered([*words, "--json", "--output", str(out)], tmp_path)[1] == []
+    assert answered([*argv, "--json", "--output", str(out)], tmp_path)[1] == []
     assert json.loads(out.read_text()) == json.loads("\n".join(lines))
-    status, (line,) = answered([*words, "--output", "/dev/full"], tmp_path)
+    status, (line,) = answered([*argv, "--output", "/dev/full"], tmp_path)
     assert (status, line) == (2, "error: --output /dev/full: No space left on device.")
 
 
 @pytest.mark.slow
-def test_a_pipe_may_close():
+def test_a_closed_pipe_is_no_error():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

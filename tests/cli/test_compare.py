@@ -33,7 +33,7 @@ def vllm_result(seed=0, speed=1.0, n=40, **changes):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of results, one for each of some speeds."""
+    """Make a folder of results, one for each of some speeds."""
 
     def write(name, *speeds, seeds=None, **changes):
         (tmp_path / name).mkdir()
@@ -46,21 +46,21 @@ def folder(tmp_path):
 
 
 def compared(capsys, *sides, status=0):
-    """First line and the rest of what the command prints."""
+    """Return the first line and the remaining output of the command."""
     assert main(["compare", *sides]) == status
-    first, rest = capsys.readouterr().out.split("\n", 1)
-    return first, rest
+    first, text = capsys.readouterr().out.split("\n", 1)
+    return first, text
 
 
-def test_a_faster_side_is_taken_and_a_slower_one_not(folder, tmp_path, capsys):
+def test_a_faster_side_is_chosen_and_a_slower_one_is_not(folder, tmp_path, capsys):
     a = folder("now", 1.0, 1.01, spec_decode_acceptance_length=2.0)
     b = folder("tide", 1.25, 1.26, spec_decode_acceptance_length=2.6)
     out = tmp_path / "out.json"
-    first, rest = compared(capsys, a, b)
+    first, text = compared(capsys, a, b)
     assert main(["compare", a, b, "--json", "--output", str(out)]) == 0
     assert first.startswith("tide serves 1.2") and first.endswith("use tide.")
-    assert "Outputs are equal in 80 of 80 requests." in rest
-    assert " better" in rest
+    assert "Outputs are equal in 80 of 80 requests." in text
+    assert " better" in text
     figures = {f["name"]: f for f in json.loads(out.read_text())["figures"]}
     assert figures["acceptance length"]["ratio"] == pytest.approx(1.3)
     rate = figures[RATE]
@@ -76,7 +76,7 @@ def run_of(seconds, milliseconds=10.0):
     return Run(figures, {}, 100.0, 64, 0, settings)
 
 
-def test_one_server_against_itself_is_rarely_decided():
+def test_one_server_compared_with_itself_is_rarely_decided():
     """Speeds of runs vary by 5%; the requests of a run are not independent."""
     rng = np.random.default_rng(0)
     for files in (2, 3):
@@ -85,11 +85,11 @@ def test_one_server_against_itself_is_rarely_decided():
             slow = np.exp(rng.normal(0, 0.05, (2, files)))
             a, b = ([run_of(80 * x, 10 * x) for x in side] for side in slow)
             verdict = compare(a, b, ("A", "B"))["verdict"]
-            decided += "cannot tell them apart" not in verdict
+            decided += "these runs are inconclusive" not in verdict
         assert decided <= 20
 
 
-def test_the_interval_is_welch_s():
+def test_the_interval_is_welchs():
     stats = pytest.importorskip("scipy.stats")
     a, b = [10.0, 10.4, 11.0], [8.0, 9.1, 8.4]
     figure = compare(list(map(run_of, a)), list(map(run_of, b)), ("A", "B"))["figures"]
@@ -108,9 +108,9 @@ def test_the_interval_is_welch_s():
 @pytest.mark.parametrize(
     ("seconds", "times", "end"),
     [
-        ((5.0, 5.1), (12.0, 12.1), "these runs cannot tell them apart."),
-        ((20.0, 20.2), (8.0, 8.1), "these runs cannot tell them apart."),
-        ((9.0, 13.0), (8.0, 8.1), "these runs cannot tell them apart."),
+        ((5.0, 5.1), (12.0, 12.1), "these runs are inconclusive."),
+        ((20.0, 20.2), (8.0, 8.1), "these runs are inconclusive."),
+        ((9.0, 13.0), (8.0, 8.1), "these runs are inconclusive."),
         ((9.0, 10.5), (8.0, 8.1), "use B."),
         ((9.0, 13.0), (12.0, 12.1), "keep A."),
         ((5.0, 5.1), (9.0, 11.5), "use B."),
@@ -122,7 +122,7 @@ def test_time_per_token_does_not_outvote_tokens_per_second(seconds, times, end):
     assert compare(a, b, ("A", "B"))["verdict"].endswith(end)
 
 
-def test_what_speaks_against_the_verdict_is_in_its_sentence(folder, capsys):
+def test_measurements_against_the_verdict_are_in_its_message(folder, capsys):
     a, b = folder("now", 1.0, 1.01), folder("tide", 1.25, 1.26)
     for path in Path(b).iterdir():
         content = json.loads(path.read_text())
@@ -142,7 +142,7 @@ def test_what_speaks_against_the_verdict_is_in_its_sentence(folder, capsys):
         ("errors", ["x", *[""] * 39], "more than 1% of a side's requests failed"),
     ],
 )
-def test_what_is_not_comparable_has_no_verdict(folder, capsys, field, value, part):
+def test_incomparable_results_have_no_verdict(folder, capsys, field, value, part):
     same = {"max_concurrency": 8, "request_rate": "inf", "model_id": "m"}
     a = folder("now", 1.0, 1.01, **same)
     b = folder("tide", 1.5, 1.51, **same | {field: value})
@@ -153,7 +153,7 @@ def test_what_is_not_comparable_has_no_verdict(folder, capsys, field, value, par
         assert "use " not in first and "keep " not in first
 
 
-def test_outputs_are_compared_where_both_sides_served(folder, capsys):
+def test_outputs_are_compared_for_requests_of_both_sides(folder, capsys):
     def errors(at):
         return [f"{'x' * (i == at)}" for i in range(200)]
 
@@ -161,12 +161,12 @@ def test_outputs_are_compared_where_both_sides_served(folder, capsys):
     a = folder("now", 1.0, 1.01, n=200, errors=errors(3), generated_texts=texts)
     texts = ["another", *texts[1:]]
     b = folder("tide", 1.5, 1.51, n=200, errors=errors(150), generated_texts=texts)
-    first, rest = compared(capsys, a, b)
+    first, text = compared(capsys, a, b)
     assert first.endswith("use tide. 2 and 2 requests failed.")
-    assert "Outputs are equal in 394 of 396 requests." in rest
+    assert "Outputs are equal in 394 of 396 requests." in text
 
 
-def test_figures_are_vllm_s_own(tmp_path):
+def test_figures_are_vllms_own(tmp_path):
     content = vllm_result(errors=["", "broken", *[""] * 38])
     content["itls"] = content["itls"][:1] * 40
     content["output_lens"] = content["output_lens"][:1] * 40
@@ -185,7 +185,7 @@ def test_figures_are_vllm_s_own(tmp_path):
     [
         ({"duration": 3.0, "completed": 1}, "--save-detailed"),
         ([1, 2], "has no times of its requests"),
-        (vllm_result(errors=["x"] * 40), "no request in it was served"),
+        (vllm_result(errors=["x"] * 40), "no request was served"),
         (vllm_result(spec_decode_acceptance_length="two"), "acceptance_length: 'two'"),
         (vllm_result(output_lens=[10**400] * 40), "output_lens: 1000"),
         (vllm_result(input_lens=[-1] * 40), "input_lens: -1 is"),
@@ -195,7 +195,7 @@ def test_figures_are_vllm_s_own(tmp_path):
         (vllm_result(generated_texts=["x"]), "has no times of its requests"),
     ],
 )
-def test_a_wrong_file_is_one_sentence(folder, tmp_path, capsys, content, sentence):
+def test_a_wrong_file_gives_one_line(folder, tmp_path, capsys, content, sentence):
     good, bad = folder("good", 1.0), tmp_path / "bad.json"
     bad.write_text(json.dumps(content))
     assert main(["compare", good, str(bad)]) == 2
@@ -213,8 +213,8 @@ def test_wrong_arguments(folder, tmp_path, capsys):
     for arguments, part in (
         ([str(tmp_path / "none.json")], "cannot be read as JSON (No such file"),
         ([str(tmp_path / "deep.json")], "cannot be read as JSON"),
-        ([str(tmp_path / "empty")], "no JSON file there"),
-        ([twice], "1.json: the same run is there twice; give it once."),
+        ([str(tmp_path / "empty")], "contains no JSON file"),
+        ([twice], "1.json: duplicate of another run; give it once."),
         ([good, "--output", "/dev/full"], "/dev/full: No space left"),
     ):
         assert main(["compare", good, *arguments]) == 2

@@ -1,4 +1,4 @@
-"""Commands of a user who may not read what they name: one sentence, no traceback."""
+"""Commands of a user without permission for their files: one line, no traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def closed(tmp_path):
-    """A folder of root's that nobody else may read, with a draft."""
+    """A folder of root without permissions for others, with a draft."""
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text("{}")
     tmp_path.chmod(0o700)
@@ -27,21 +27,21 @@ def section(closed, tide, model="fresh"):
     return json.dumps(whole).replace("CLOSED", str(closed))
 
 
-def answered(words, capsys):
-    """Status and output as another user; what is imported late, is imported as root."""
-    main(words)
+def answered(argv, capsys):
+    """Return status and output as another user; late imports run as root."""
+    main(argv)
     capsys.readouterr()
     os.seteuid(NOBODY)
     try:
-        status = main(words)
+        status = main(argv)
     finally:
         os.seteuid(0)
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["config", "check", "MODEL"], "model: 'CLOSED/draft' cannot be read (Permis"),
         (["dashboards", "export", "CLOSED/x"], "CLOSED/x' cannot be written (P"),
@@ -61,10 +61,10 @@ def answered(words, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_what_may_not_be_read_is_one_sentence(words, sentence, closed, capsys):
+def test_an_unreadable_path_gives_one_line(argv, sentence, closed, capsys):
     model = section(closed, {}, "CLOSED/draft")
-    words = [w.replace("MODEL", model).replace("CLOSED", str(closed)) for w in words]
-    status, _, err = answered(words, capsys)
+    argv = [w.replace("MODEL", model).replace("CLOSED", str(closed)) for w in argv]
+    status, _, err = answered(argv, capsys)
     assert status == 2
     (line,) = err.splitlines()
     assert line.startswith("error: ")
@@ -74,8 +74,8 @@ def test_what_may_not_be_read_is_one_sentence(words, sentence, closed, capsys):
 def test_doctor_names_the_directory_and_not_the_installation(closed, capsys):
     tide = {"train": {"state_dir": "CLOSED/s"}, "spool": {"url": "CLOSED/spool"}}
     where = ["--run-dir", str(closed / "run"), "--json"]
-    words = ["doctor", "--config", section(closed, tide), *where]
-    status, out, _ = answered(words, capsys)
+    argv = ["doctor", "--config", section(closed, tide), *where]
+    status, out, _ = answered(argv, capsys)
     report = {check["name"]: check for check in json.loads(out)["checks"]}
     assert status == 1
     for name in ("run directory", "state directory", "spool"):

@@ -33,7 +33,7 @@ def adaspec(n, model, time=None, **knobs):
 
 def world(n, model, acceptance, seed=1):
     acceptance = dataclasses.replace(acceptance)
-    return World(n, published(model), acceptance, seed=seed, rounds_each=60)
+    return World(n, published(model), acceptance, seed=seed, steps_each=60)
 
 
 @pytest.mark.parametrize(
@@ -48,85 +48,87 @@ def world(n, model, acceptance, seed=1):
     ],
 )
 def test_close_to_clairvoyant_and_above_every_static(model, level):
-    n, rounds = 16, 400
+    n, num_steps = 16, 400
     acceptance = Acceptance(level=level)
-    found = world(n, model, acceptance).run(adaspec(n, model), rounds).throughput
+    throughput = (
+        world(n, model, acceptance).run(adaspec(n, model), num_steps).throughput
+    )
     best = ClairvoyantPolicy(published(model))
-    ideal = world(n, model, acceptance).run(best, rounds).throughput
+    ideal = world(n, model, acceptance).run(best, num_steps).throughput
     static = max(
-        world(n, model, acceptance).run(StaticPolicy(k), rounds).throughput
+        world(n, model, acceptance).run(StaticPolicy(k), num_steps).throughput
         for k in (1, 3, 5, 7)
     )
-    assert found > 0.965 * ideal
-    assert found > 0.995 * static
+    assert throughput > 0.965 * ideal
+    assert throughput > 0.995 * static
 
 
-@pytest.mark.parametrize(("n", "rests"), [(16, False), (1, True)])
-def test_off_is_nearly_free_when_nothing_pays(n, rests):
+@pytest.mark.parametrize(("n", "skips"), [(16, False), (1, True)])
+def test_off_costs_almost_nothing_when_nothing_pays(n, skips):
     model = "gpt-oss-120b"
     policy, where = adaspec(n, model), world(n, model, HARD)
-    where.run(policy, 1000, rests=rests)  # until it knows the draft
+    where.run(policy, 1000, skips=skips)  # until it has estimated the draft
     before = policy.stats()
-    found = where.run(policy, 2000, rests=rests)
+    run = where.run(policy, 2000, skips=skips)
     plain = world(n, model, HARD).run(NonePolicy(7), 2000)
-    assert found.throughput > 0.99 * plain.throughput
+    assert run.throughput > 0.99 * plain.throughput
     stats = policy.stats()
     asked = stats["steps"] - before["steps"]
-    assert stats["steps_without_drafts"]["no_gain"] > (100 if rests else 1900)
-    assert asked < 300 if rests else asked == 2000
+    assert stats["steps_without_drafts"]["no_gain"] > (100 if skips else 1900)
+    assert asked < 300 if skips else asked == 2000
     assert stats["exploration_steps"] > 0
-    # Measured are all steps since the question.
+    # All steps since the last call are measured.
     plain, measured = stats["plain_step_seconds"], stats["step_seconds"]
     assert measured == pytest.approx(plain, rel=0.1)
 
 
-@pytest.mark.parametrize(("acceptance", "rests"), [(EASY, False), (HARD, True)])
-def test_the_seconds_tell_the_speed_up_over_plain_decoding(acceptance, rests):
+@pytest.mark.parametrize(("acceptance", "skips"), [(EASY, False), (HARD, True)])
+def test_the_seconds_give_the_speedup_over_plain_decoding(acceptance, skips):
     model, n = "gpt-oss-120b", 8
     policy = adaspec(n, model)
-    found = world(n, model, acceptance).run(policy, 600, rests=rests)
+    run = world(n, model, acceptance).run(policy, 600, skips=skips)
     plain = world(n, model, acceptance).run(NonePolicy(7), 600)
     stats = policy.stats()
-    told = stats["plain_step_seconds"] / stats["step_seconds"]
-    assert told == pytest.approx(found.throughput / plain.throughput, rel=0.02)
-    assert told > 1.3 if acceptance is EASY else 0.97 < told < 1.01
+    speedup = stats["plain_step_seconds"] / stats["step_seconds"]
+    assert speedup == pytest.approx(run.throughput / plain.throughput, rel=0.02)
+    assert speedup > 1.3 if acceptance is EASY else 0.97 < speedup < 1.01
 
 
 @pytest.mark.parametrize(
-    ("n", "rests", "seeds"),
+    ("n", "skips", "seeds"),
     [
         (16, True, (1,)),
         *(
-            pytest.param(n, rests, (1, 2, 3), marks=nightly)
+            pytest.param(n, skips, (1, 2, 3), marks=nightly)
             for n in (1, 16)
-            for rests in (False, True)
+            for skips in (False, True)
         ),
     ],
 )
-def test_comes_on_again_when_the_workload_becomes_easier(n, rests, seeds):
+def test_drafting_resumes_when_the_workload_becomes_easier(n, skips, seeds):
     model = "gpt-oss-120b"
     for seed in seeds:
         policy = adaspec(n, model)
         where = world(n, model, HARD, seed=seed)
-        where.run(policy, 1000, rests=rests)
-        off = where.run(policy, 500, rests=rests)
+        where.run(policy, 1000, skips=skips)
+        off = where.run(policy, 500, skips=skips)
         plain = n / float(published(model).target_curve(n, 500 * n, 0)[0])
         assert off.throughput > 0.98 * plain, "nothing but trials"
         where.acceptance.level = EASY.level
         begun = where.now
         steps: list[int] = []
         while where.now < begun + 10.0 and np.count_nonzero(steps[-50:]) < 45:
-            steps += where.run(policy, 50, rests=rests).steps
+            steps += where.run(policy, 50, skips=skips).steps
         # Within a tenth of a regime of one minute.
         assert where.now < begun + 6.0
         where.acceptance.level = HARD.level
-        where.run(policy, 1000, rests=rests)
-        off = where.run(policy, 500, rests=rests)
+        where.run(policy, 1000, skips=skips)
+        off = where.run(policy, 500, skips=skips)
         assert off.throughput > 0.98 * plain
 
 
 def wrong(model):
-    """Draft cost under-stated three times, with a draft that is really dear."""
+    """Return a model with a third of the draft's cost, for an expensive draft."""
     right = published(model)
     dear = dataclasses.replace(right.draft_next, seconds=(0.004,))
     cheap = dataclasses.replace(right.draft_next, seconds=(0.004 / 3,))
@@ -136,22 +138,22 @@ def wrong(model):
     )
 
 
-def test_a_wrong_time_model_is_put_right():
+def test_a_wrong_time_model_is_corrected():
     n = 16
     truth, model = wrong("gpt-oss-120b")
     acceptance = Acceptance(level=0.5)
     policy = adaspec(n, "", StepTimes(model))
-    where = World(n, truth, acceptance, seed=1, rounds_each=60)
-    found = where.run(policy, 1500)
-    where = World(n, truth, acceptance, seed=1, rounds_each=60)
+    where = World(n, truth, acceptance, seed=1, steps_each=60)
+    run = where.run(policy, 1500)
+    where = World(n, truth, acceptance, seed=1, steps_each=60)
     plain = where.run(NonePolicy(7), 1500)
-    assert found.throughput > 0.97 * plain.throughput
-    trusting = World(n, truth, acceptance, seed=1, rounds_each=60)
+    assert run.throughput > 0.97 * plain.throughput
+    trusting = World(n, truth, acceptance, seed=1, steps_each=60)
     static = trusting.run(StaticPolicy(2), 300)
     assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
 
 
-def test_limits_bound_the_rounds_that_can_meet_them():
+def test_limits_bound_the_steps_that_can_meet_them():
     model, n = "Qwen3-235B", 16
     costs = published(model)
     plain = float(costs.target_curve(n, 0, 0)[0])
@@ -161,12 +163,12 @@ def test_limits_bound_the_rounds_that_can_meet_them():
     assert max(result.times) <= limit * 1.0001
     assert np.mean(result.steps) > 0.5
     assert policy.stats()["slo_unreachable_steps"] == 0
-    # Nothing meets half of plain's time: as good as no limit, and counted.
+    # Nothing meets half of the plain time: treated as no limit, and counted.
     policy = adaspec(n, model)
     result = world(n, model, EASY).run(policy, 300, 0.5 * plain)
     assert np.mean(result.steps) > 4
     assert policy.stats()["slo_unreachable_steps"] == 300
-    # Plain decoding just fits: nothing else does.
+    # Only plain decoding fits.
     policy = adaspec(n, model)
     result = world(n, model, EASY).run(policy, 100, 1.001 * plain)
     assert max(result.steps) == 0
@@ -174,7 +176,7 @@ def test_limits_bound_the_rounds_that_can_meet_them():
 
 
 def test_unusual_requests_get_their_own_lengths():
-    """Same confidences, different acceptance: only the offset can tell."""
+    """Same confidences, different acceptance: only the offset distinguishes them."""
     model, n = "Qwen3-235B", 16
 
     class Split(Acceptance):
@@ -186,12 +188,12 @@ def test_unusual_requests_get_their_own_lengths():
             return 1 / (1 + np.exp(-logit)), confidence
 
     policy = adaspec(n, model)
-    kept = np.zeros(n)
+    verified = np.zeros(n)
     choose = policy.choose
 
     def recorded():
         lengths = choose()
-        kept[:] += lengths
+        verified[:] += lengths
         return lengths
 
     where = World(n, published(model), Split(level=0.5), seed=1)
@@ -200,7 +202,7 @@ def test_unusual_requests_get_their_own_lengths():
     policy.choose = recorded
     policy.add = lambda *args: None
     where.run(policy, 200)
-    assert kept[: n // 2].mean() > 2 * kept[n // 2 :].mean()
+    assert verified[: n // 2].mean() > 2 * verified[n // 2 :].mean()
 
 
 def test_a_swapped_draft_is_tried_at_once():
@@ -214,7 +216,7 @@ def test_a_swapped_draft_is_tried_at_once():
     where.run(policy, 250)
     before = policy.stats()["steps_without_drafts"]
     steps = where.run(policy, 50).steps
-    # Off only to measure what a round takes undrafted, once at most.
+    # Off only to measure the time of an undrafted step, once at most.
     after = policy.stats()["steps_without_drafts"]
     checks = after.pop("check", 0) - before.pop("check", 0)
     assert after == before and checks <= 1
@@ -248,20 +250,20 @@ def test_verification_pays_where_verified_tokens_cost():
     assert speed[0] > 1.02 * speed[1]
 
 
-def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
+def test_a_slots_next_request_inherits_nothing():
     policy = adaspec(2, "Qwen3-235B")
     for slot in range(2):
         policy.add(slot, False, 0.0)
     slots, drafts = np.arange(2), np.full(2, 7)
-    for turn in range(5):
-        plan = policy.plan(batch_of([7, 7]), 0.01 * turn)
+    for number in range(5):
+        plan = policy.plan(batch_of([7, 7]), 0.01 * number)
         step, more = 0, plan.passes > 0
         while more:
             step += 1
             more = policy.go_on(step, np.full(2, 0.9))
         sent = np.minimum(policy.choose(), drafts)
         none = np.zeros(2, np.int64)
-        policy.observe(Outcome(slots, sent, none, none + 1, 0.01 * turn + 0.009))
+        policy.observe(Outcome(slots, sent, none, none + 1, 0.01 * number + 0.009))
     policy.add(1, False, 0.1)
     policy.draft_swapped = lambda: None
     policy._learn()
@@ -269,8 +271,8 @@ def test_a_slots_next_request_learns_nothing_from_the_one_before_it():
     assert value[0] < -0.1 and value[1] == 0.0
 
 
-def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
-    """Before any confidence; the chance of what only that verified is told."""
+def test_whole_drafts_are_verified_in_every_64th_step():
+    """Before any confidence; only outcomes with a verify chance are learned."""
     n, model = 64, "Llama-3.3-70B"
     for shift in (-1.0, 2.0):
         rng = np.random.default_rng(3)
@@ -279,38 +281,40 @@ def test_whole_drafts_are_verified_in_steps_that_their_number_chose():
         for slot in range(n):
             policy.add(slot, False, 0.0)
         wholes = []
-        for turn in range(1, 193):
-            now = 10.0 * turn  # enough is saved for anything
+        for number in range(1, 193):
+            now = 10.0 * number  # the budget suffices for anything
             batch = where.batch()
             plan = policy.plan(batch, now)
             step, more = 0, plan.passes > 0
-            told = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.5, (7, n))))
+            confidence = 1.0 / (1.0 + np.exp(-rng.normal(shift, 1.5, (7, n))))
             while more and step < plan.passes:
                 step += 1
-                more = policy.go_on(step, told[step - 1])
+                more = policy.go_on(step, confidence[step - 1])
             lengths = policy.choose()
-            luck = (rng.random((7, n)) < told) & (np.arange(7)[:, None] < lengths)
-            accepted = np.cumprod(luck, axis=0).sum(axis=0)
+            draws = (rng.random((7, n)) < confidence) & (
+                np.arange(7)[:, None] < lengths
+            )
+            accepted = np.cumprod(draws, axis=0).sum(axis=0)
             outcome = Outcome(batch.slots, lengths, accepted, accepted + 1, now + 5.0)
             policy.observe(outcome)
             chance = policy.verify_chance
             if chance is not None:
-                wholes.append(turn)
+                wholes.append(number)
                 assert (lengths == np.minimum(batch.caps, step)).all()
                 assert set(chance.tolist()) <= {1.0, 1.0 / 64}
-        assert wholes and all(turn % 64 == 0 for turn in wholes)
+        assert wholes and all(number % 64 == 0 for number in wholes)
 
 
-def test_without_a_share_nothing_is_explored():
+def test_nothing_is_explored_without_a_share():
     n, model = 16, "gpt-oss-120b"
     policy = adaspec(n, model, probe_share=0.0)
-    found = world(n, model, HARD).run(policy, 600)
-    assert not any(found.steps[300:])
+    run = world(n, model, HARD).run(policy, 600)
+    assert not any(run.steps[300:])
     assert policy.stats()["exploration_steps"] == 0 and policy.verify_chance is None
 
 
 @pytest.mark.parametrize("acceptance", [EASY, HARD])
-def test_decisions_do_not_depend_on_where_the_clock_begins(acceptance):
+def test_decisions_do_not_depend_on_the_clocks_origin(acceptance):
     """`time.monotonic` begins when the machine does."""
     runs = []
     for start in (0.0, 3e6):
@@ -321,7 +325,7 @@ def test_decisions_do_not_depend_on_where_the_clock_begins(acceptance):
     assert runs[0] == runs[1]
 
 
-def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one_under_a_limit():
+def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one():
     """On GPUs there are graphs for some depths only."""
     for limit in (np.inf, 0.1):
         times = FirstPassAlways(FixedTimes(published("gpt-oss-120b")), (0, 1, 3, 5, 7))
@@ -333,9 +337,9 @@ def test_a_depth_that_is_not_offered_does_not_stop_a_planned_one_under_a_limit()
         assert step >= plan.foreseen > 1
 
 
-def test_whole_drafts_do_not_use_up_what_is_saved_for_a_check():
+def test_whole_drafts_do_not_use_the_budget_of_a_check():
     allowance = Allowance(0.01)
-    price, now = 0.6, 0.0  # three times what is saved without a cause
+    price, now = 0.6, 0.0  # three times the unconditional budget
     allowance.earn(now)
     assert not allowance.pay(price, now)
     while now < 100.0 and not allowance.pay(price, now):
@@ -357,7 +361,7 @@ def test_a_debt_is_paid_before_more_is_borrowed():
     assert allowance.may_borrow and not Allowance(0.0).may_borrow
 
 
-def test_whole_drafts_of_many_requests_are_learnt_from():
+def test_whole_drafts_of_many_requests_are_learned():
     n, model = 128, "Llama-3.3-70B"
     policy = adaspec(n, model)
     explore, learn = policy._explore, policy._learn_drafts
@@ -395,26 +399,26 @@ def test_a_check_lasts_as_many_steps_as_were_paid_for():
     assert checks[1] == checks[0] + 4
 
 
-def test_forecasts_that_are_not_used_are_not_kept():
+def test_unused_forecasts_are_not_stored():
     n = 4
     policy = adaspec(n, "gpt-oss-120b", FixedTimes(published("gpt-oss-120b")))
-    where, kept = world(n, "gpt-oss-120b", EASY), []
-    for turn in range(40):
-        where.run(policy, 64, limit=0.02 * 1.02**turn)
-        kept.append(len(policy._forecaster._known) + len(policy._forecaster._before))
-    assert max(kept[20:]) <= max(kept[:20]) + 16
+    where, sizes = world(n, "gpt-oss-120b", EASY), []
+    for number in range(40):
+        where.run(policy, 64, limit=0.02 * 1.02**number)
+        sizes.append(len(policy._forecaster._known) + len(policy._forecaster._before))
+    assert max(sizes[20:]) <= max(sizes[:20]) + 16
 
 
-def test_a_draft_that_became_good_is_drafted_deep_again_without_deep_drafts():
+def test_a_draft_that_improves_is_drafted_deep_again_without_deep_drafts():
     """On asynchronous V2 the predicted depth is drafted, and no pass more."""
     policy = adaspec(4, "Llama-3.3-70B")
     policy._learn()
     belief = policy.acceptance
     for mean, seconds in ((-4.0, 100.0), (4.0, 100.0)):
-        for turn in range(20):
+        for number in range(20):
             logits = np.full((7, 64), np.nan)
             logits[:1] = mean
-            belief.drafted(logits, seconds + turn)
+            belief.drafted(logits, seconds + number)
     policy._refresh()
     plan = policy.plan(batch_of([7] * 4), 200.0)
     assert plan.foreseen > 3

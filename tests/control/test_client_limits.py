@@ -8,11 +8,11 @@ import pytest
 from tests.control.toys import Acceptance, FixedTimes, World, published
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings
 
-ROUNDS = 200
+STEPS = 200
 
 
 class OneClient(World):
-    """Request 0 is text that the draft never guesses, under a limit of its own."""
+    """Request 0 is text that the draft never predicts, with a separate limit."""
 
     def __init__(self, n: int, time, seconds, by_operator) -> None:
         super().__init__(n, time, Acceptance(), rounds_each=1 << 20)
@@ -40,7 +40,7 @@ def throughput(name, n, factor, by_operator=False):
     seconds = None if factor is None else factor * plain
     world = OneClient(n, time, seconds, by_operator)
     policy = AdaSpecPolicy(ControlSettings(max_requests=n), FixedTimes(time))
-    return world.run(policy, ROUNDS).throughput, policy.stats()
+    return world.run(policy, STEPS).throughput, policy.stats()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_client_with_a_hard_limit_leaves_the_others_their_share(name, n):
         assert stats["client_limits_dropped"] > 0 or factor > 1.1
 
 
-def test_the_operators_own_limit_is_kept_whatever_it_costs():
+def test_the_operators_own_limit_is_met_at_any_cost():
     free, _ = throughput("Llama-3.3-70B", 32, None)
     limited, stats = throughput("Llama-3.3-70B", 32, 1.02, by_operator=True)
     assert limited < 0.6 * free

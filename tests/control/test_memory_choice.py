@@ -1,4 +1,4 @@
-"""Drafts that need no pass, beside the draft's: what AdaSpec makes of them."""
+"""The choice of AdaSpec between the draft and proposals without a draft pass."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def policy(model="Llama-3.3-70B", **knobs):
 
 
 def proposals(*chances, force=False):
-    """Of each request: the chance of each token; None: no proposal."""
+    """Return proposals: the probability of each token; None: no proposal."""
     survival = np.full((K, N), -1.0, np.float32)
     for i, chance in enumerate(chances):
         if chance is not None:
@@ -42,7 +42,7 @@ def drafted(made, confidence, plan, steps=K):
     return step
 
 
-def test_each_request_gets_what_is_worth_more():
+def test_each_request_gets_the_source_of_more_value():
     made = policy()
     plan = made.plan(batch(proposals(0.99, 0.05, None, 0.97)), 1.0)
     assert plan.passes == K, "two requests need the draft"
@@ -59,7 +59,7 @@ def test_each_request_gets_what_is_worth_more():
 
 
 @pytest.mark.parametrize("kind", [policy, lambda: StaticPolicy(K)])
-def test_the_draft_is_left_out_where_nobody_needs_it(kind):
+def test_the_draft_is_skipped_where_no_request_needs_it(kind):
     made = kind()
     plan = made.plan(batch(proposals(0.99, 0.98, 0.97, 0.99)), 1.0)
     assert (plan.passes, plan.reason) == (0, "memory")
@@ -72,29 +72,31 @@ def test_the_draft_is_left_out_where_nobody_needs_it(kind):
     assert made.plan(batch(proposals(0.99, 0.98, 0.97, None)), 1.0).passes == K
 
 
-def test_proposals_are_trimmed_by_what_they_cost():
-    """The dear half of a proposal is not verified, its first tokens are."""
+def test_proposals_are_trimmed_by_their_cost():
+    """The expensive half of a proposal is not verified, its first tokens are."""
     made = policy("gpt-oss-120b")
     memory = proposals(0.5, 0.5, 0.5, 0.5)
     made.acceptance.accepted = lambda *_: np.zeros(N)
     assert made.plan(batch(memory), 1.0).reason == "memory"
     lengths = made.choose()
     assert (lengths < K).all()
-    kept = policy("gpt-oss-120b", verify=False)
-    kept.acceptance.accepted = lambda *_: np.zeros(N)
-    kept.plan(batch(memory), 1.0)
-    assert kept.choose().tolist() == [K] * N
+    chooser = policy("gpt-oss-120b", verify=False)
+    chooser.acceptance.accepted = lambda *_: np.zeros(N)
+    chooser.plan(batch(memory), 1.0)
+    assert chooser.choose().tolist() == [K] * N
 
 
 def test_steps_of_the_memory_are_counted():
     made = policy()
-    for turn in range(50):
-        made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * turn)
+    for number in range(50):
+        made.plan(batch(proposals(0.99, 0.99, 0.99, 0.99)), 0.1 * number)
         lengths = made.choose()
         none = np.zeros(N, np.int64)
-        made.observe(Outcome(np.arange(N), none, none, lengths + 1, 0.1 * turn + 0.09))
+        made.observe(
+            Outcome(np.arange(N), none, none, lengths + 1, 0.1 * number + 0.09)
+        )
     stats = made.stats()
     assert stats["steps_without_drafts"] == {"memory": 50}
     assert stats["verified_tokens"] == stats["accepted_tokens"] == 0
-    # It counts for the speed over plain decoding, as tokens that were served.
+    # It counts for the speedup over plain decoding, as served tokens.
     assert stats["plain_step_seconds"] / stats["step_seconds"] > 0.5

@@ -1,4 +1,4 @@
-"""What the C++ of control refuses: arrays that are not as long as the others say."""
+"""The C++ of control refuses arrays of inconsistent lengths."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def chosen(**changed):
     return best_set(*(given | changed).values())
 
 
-def test_arrays_that_fit_are_taken():
+def test_matching_arrays_are_accepted():
     assert chosen()[0] == 6
 
 
@@ -34,7 +34,7 @@ def test_arrays_that_fit_are_taken():
         ({"order": bytes(24)}, TypeError),
     ],
 )
-def test_others_are_refused(changed, error):
+def test_other_arrays_are_refused(changed, error):
     with pytest.raises(error):
         chosen(**changed)
 
@@ -56,7 +56,7 @@ def survivals(**changed):
     return given["survival"]
 
 
-def test_survivals_that_fit_are_taken():
+def test_matching_survivals_are_accepted():
     assert survivals().tolist() == [[0.5] * 2, [0.25] * 2, [0.125] * 2]
     none = np.zeros(0, np.int64)
     empty = dict.fromkeys(("confidence", "survival"), np.zeros(0, np.float32))

@@ -65,20 +65,20 @@ def test_every_policy_reports_the_same_keys(name):
     )
     assert 0 < stats["accepted_tokens"] <= stats["verified_tokens"]
     assert stats.keys() == made("adaspec").stats().keys()
-    # vLLM sends them to the API server by msgpack, which knows no number of NumPy's.
+    # vLLM sends them to the API server by msgpack, which has no type for NumPy's.
     assert {type(value) for value in stats.values()} <= {int, float, dict, list}
     assert {type(one) for one in stats["steps_by_depth"]} == {int}
 
 
 @pytest.mark.parametrize("name", ["adaspec", "static", "threshold", "gate"])
-def test_odd_rounds_do_no_harm(name):
+def test_unusual_steps_do_no_harm(name):
     policy = made(name)
     none = np.zeros(0, np.int64)
     policy.observe(Outcome(none, none, none, none, 0.0))
     assert policy.plan(batch_of([]), 0.0).passes == 0
     for slot in range(3):
         policy.add(slot, slot == 1, 0.0)
-    # A round that was never observed, then one whose requests have changed.
+    # A step that was never observed, then one with other requests.
     policy.plan(batch_of([7, 7, 7]), 0.1)
     policy.go_on(1, np.full(3, 0.9, np.float32))
     assert policy.plan(batch_of([7, 7, 0]), 0.2).passes

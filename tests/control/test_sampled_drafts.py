@@ -1,8 +1,8 @@
-"""With sampled drafts control leaves the target's distribution as it is.
+"""Control keeps the target's distribution with sampled drafts.
 
-The policy that Model Runner V1 starts, asked as it asks, with NumPy for the models and
-for rejection sampling. The cost has a stair, and the draft is sure of itself only after
-one of its tokens.
+The policy that Model Runner V1 starts, called as in the runner, with NumPy for the
+models and for rejection sampling. The cost has a stair, and the draft is confident only
+after one of its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALARM = 4.9  # normal deviations: one false alarm in a million tests, both sides
 def started(
     monkeypatch: pytest.MonkeyPatch, method: str, model: TimeModel, **knobs: Any
 ) -> Any:
-    """The policy of `start_policy` on a server with these times."""
+    """Return the policy of `start_policy` on a server with these times."""
     policy_start = pytest.importorskip("vllm_tide.engine.policy_start")
     monkeypatch.setattr(policy_start, "first_guess", lambda _: model)
     known = lambda prior, guessed: StepTimes(prior)  # noqa: E731
@@ -56,20 +56,20 @@ def started(
 def verdict(
     rng: np.random.Generator, tokens: np.ndarray, q: np.ndarray, length: int
 ) -> list[int]:
-    """Rejection sampling (arXiv 2211.17192) of one request's first `length` drafts."""
+    """Reject samples (arXiv 2211.17192) of one request's first `length` drafts."""
     out = []
     for j in range(length):
         x = int(tokens[j])
         if rng.random() * q[j, x] < P[x]:
             out.append(x)
             continue
-        rest = np.maximum(P - q[j], 0.0)
-        return [*out, int(rng.choice(4, p=rest / rest.sum()))]
+        residual = np.maximum(P - q[j], 0.0)
+        return [*out, int(rng.choice(4, p=residual / residual.sum()))]
     return [*out, int(rng.choice(4, p=P))]
 
 
 def serve(policy: Any, n: int, tries: int, stair: float) -> tuple[float, float, int]:
-    """First tokens of many rounds: share of token 0, its deviations, tokens cut."""
+    """First tokens of many steps: share of token 0, its deviations, tokens cut."""
     rng = np.random.default_rng(0)
     slots = np.arange(n)
     for slot in slots:
@@ -102,7 +102,7 @@ def serve(policy: Any, n: int, tries: int, stair: float) -> tuple[float, float, 
 
 
 def staircase(n: int, stair: float = 1.6) -> TimeModel:
-    """One second if nothing is verified, `stair` seconds whatever is."""
+    """Cost one second if nothing is verified, else `stair` seconds."""
     knots = tuple(range(n, n * (K + 1) + 1))
     seconds = tuple(1.0 if tokens == n else stair for tokens in knots)
     return table_model(knots, seconds, 0.001)
@@ -129,7 +129,7 @@ def test_greedy_drafts_are_still_cut(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("policy", ["adaspec", "threshold"])
-def test_a_token_is_verified_whatever_its_own_step_said(monkeypatch, policy):
+def test_a_tokens_verification_is_independent_of_its_own_step(monkeypatch, policy):
     """Confidences after the last decision change nothing, with unequal caps too."""
     caps, n = np.array([2, 1]), 2
     lengths = []
@@ -140,7 +140,7 @@ def test_a_token_is_verified_whatever_its_own_step_said(monkeypatch, policy):
         plan = asked.plan(batch_of(caps, sampled=np.ones(n, bool)), 0.0)
         assert plan.passes == 2
         assert asked.go_on(1, np.array([0.9, 0.8]))
-        # Nobody asks after the last step, but its confidences are told.
+        # The last step is followed by no call, but its confidences are passed.
         asked.go_on(2, np.full(n, last))
         lengths.append(asked.choose().tolist())
     assert lengths == [[2, 1], [2, 1]]

@@ -38,7 +38,7 @@ def test_attainment_is_the_average():
         book.add(slot, 0.1 if slot < 2 else None)
         book.advance(np.array([slot]), np.ones(1), 0.0)
     book.advance(slots, np.array([1, 1, 1]), 0.3)
-    book.advance(np.array([0]), np.array([4]), 0.5)  # 5 tokens in 0.5 s: kept
+    book.advance(np.array([0]), np.array([4]), 0.5)  # 5 tokens in 0.5 s: met
     assert book.finish(0) is True
     assert book.finish(1) is False
     assert book.finish(2) is None

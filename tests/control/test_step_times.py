@@ -92,7 +92,7 @@ def truth_of(model):
     )
 
 
-def test_before_any_step_it_is_the_prior():
+def test_the_prior_holds_before_any_step():
     times = StepTimes(TRUTH)
     np.testing.assert_allclose(
         times.target_curve(4, 900, 20, 3),
@@ -114,7 +114,7 @@ def test_a_wrong_prior_is_corrected():
     assert times.ratio_sd(8, 3.0) < 0.1
 
 
-def test_kernels_for_one_row_of_each_request_are_learnt_apart_from_the_curve():
+def test_kernels_for_one_row_per_request_are_learned_apart_from_the_curve():
     clock = Clock(StepTimes(TRUTH), seed=3)
     for shape in shapes(clock.rng, 300):
         measured = sample(TRUTH, shape, clock.rng, 0.02)
@@ -128,7 +128,7 @@ def test_kernels_for_one_row_of_each_request_are_learnt_apart_from_the_curve():
         assert curve[1] == pytest.approx(truth[1], rel=0.05)
         assert curve[-1] == pytest.approx(truth[-1], rel=0.05)
         assert clock.times.ratio_sd(n, clock.now) < 0.05
-    # Prefill rows are beside one of each request: no such kernels.
+    # Prefill rows run with one of each request: no such kernels.
     curve = clock.times.target_curve(8, 2400, 3, 100)
     assert curve[0] == pytest.approx(curve[1], rel=0.02)
 
@@ -148,7 +148,7 @@ def test_a_lasting_change_opens_the_curve_again():
     assert step_of(clock.times) == pytest.approx(2 * truth_of(TRUTH), rel=0.08)
 
 
-def test_single_strange_steps_move_little():
+def test_single_outliers_move_the_estimate_little():
     clock = Clock(StepTimes(TRUTH), seed=3)
     clock.feed(TRUTH, 300, outliers=0.03)
     assert step_of(clock.times) == pytest.approx(truth_of(TRUTH), rel=0.03)
@@ -158,14 +158,14 @@ def test_single_strange_steps_move_little():
     assert step_of(clock.times) == pytest.approx(before, rel=0.02)
 
 
-def test_parts_that_were_not_measured_change_nothing():
+def test_unmeasured_parts_change_nothing():
     clock = Clock(StepTimes(TRUTH))
     nan = float("nan")
     blank = sample(TRUTH, (4, 400, 0, 0, 0, 0), np.random.default_rng(6))
     clock.take(dataclasses.replace(blank, target_s=nan, host_s=nan))
     assert np.isnan(clock.times.error)
     assert step_of(clock.times) == pytest.approx(truth_of(TRUTH))
-    # A host that is not known is the usual one.
+    # An unknown host time counts as the usual one.
     for _ in range(100):
         clock.take(dataclasses.replace(blank, host_s=4e-3))
     usual = clock.times.target_curve(4, 400, 0)[0]
@@ -175,25 +175,25 @@ def test_parts_that_were_not_measured_change_nothing():
 
 
 def test_a_curve_wrong_at_its_beginning_is_bent():
-    """Plain steps are measured 20% below the prior, drafted ones as it says."""
+    """Plain steps are measured 20% below the prior, drafted ones at the prior."""
     knots, seconds = (1, 4, 16, 64), (0.010, 0.012, 0.014, 0.020)
     clock = Clock(StepTimes(table_model(knots, seconds, 0.001, 0.0)))
-    for turn in range(300):
-        rows, target = (4, 0.8 * 0.012) if turn % 16 == 0 else (16, 0.014)
+    for number in range(300):
+        rows, target = (4, 0.8 * 0.012) if number % 16 == 0 else (16, 0.014)
         clock.take(StepSample(4, 0, rows - 4, 0, 0, 0, target))
     curve = clock.times.target_curve(4, 0, 12)
     assert curve[0] == pytest.approx(0.0096, abs=0.25 * (0.0120 - 0.0096))
     assert curve[12] == pytest.approx(0.014, rel=0.03)
 
 
-def test_another_process_takes_what_was_learnt():
+def test_another_process_takes_the_learned_times():
     truth, times, other = scaled(TRUTH, 1.5, 0.8), StepTimes(TRUTH), StepTimes(TRUTH)
     Clock(times).feed(truth, 100)
     other.take(times.learnt())
     assert step_of(other) == step_of(times) != pytest.approx(truth_of(TRUTH))
 
 
-def test_a_step_costs_what_a_plain_one_does_and_what_drafts_add():
+def test_a_step_costs_a_plain_step_plus_the_cost_of_drafts():
     times = StepTimes(TRUTH)
     assert step_cost(times, 0, 0, 0, 3) == step_cost(times, 4, 100, 0, 0) == 1.0
     plain = TRUTH.step_seconds(

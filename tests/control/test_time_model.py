@@ -22,11 +22,11 @@ def test_cost_of_rows_is_linear_between_knots_and_extends_the_ends():
     expected = [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 6.0 + 19_992]
     assert [model(int(n), 0.0) for n in tokens] == pytest.approx(expected)
     np.testing.assert_allclose(model.rows(1, 4), expected[:4])
-    # Beyond what is looked up, and across its end.
+    # Beyond the table, and across its end.
     np.testing.assert_allclose(model.rows(8190, 9)[-1], model(8198, 0.0))
 
 
-def test_a_round_is_the_quadratic_of_the_docstring():
+def test_a_step_follows_the_quadratic_of_the_docstring():
     # Lemma 4.1 for multi-query verification, R = n (k + 1) rows in the first draft
     # pass as vLLM's runner has it.
     model, n, length = linear_model(), 6, 300
@@ -36,7 +36,7 @@ def test_a_round_is_the_quadratic_of_the_docstring():
         b = n * (ALPHA_D * (length - 0.5) + GAMMA_D + GAMMA_T) + DELTA_D
         c = n * (ALPHA_T * length + GAMMA_T) + DELTA_T + GAMMA_D * (rows - n)
         expected = a * k**2 + b * k + c
-        found = model.step_seconds(
+        actual = model.step_seconds(
             requests=n,
             context=n * length,
             verified=n * k,
@@ -44,10 +44,10 @@ def test_a_round_is_the_quadratic_of_the_docstring():
             steps=k,
             first_rows=rows,
         )
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert actual == pytest.approx(expected, rel=1e-12)
 
 
-def test_curves_agree_with_single_rounds():
+def test_curves_agree_with_single_steps():
     model = linear_model()
     n, context, prefill = 3, 700, 11
     target = model.target_curve(n, context, 21, prefill)

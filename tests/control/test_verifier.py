@@ -7,7 +7,7 @@ from vllm_tide.control.verifier import Choice, select
 
 
 def brute_force(survival, tokens, seconds, limit, bar):
-    """Best value over every prefix set."""
+    """Return the best value over every set of prefixes."""
     steps, n = survival.shape
     caps = [(survival[:, i] >= 0).sum() for i in range(n)]
     best = -np.inf
@@ -53,7 +53,7 @@ def instance(rng, stairs, ties):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("barred", [False, True])
-def test_equals_brute_force(stairs, ties, limited, barred):
+def test_choice_equals_brute_force(stairs, ties, limited, barred):
     rng = np.random.default_rng(8 * stairs + 4 * ties + 2 * limited + barred)
     for _ in range(60):
         survival, seconds = instance(rng, stairs, ties)
@@ -63,9 +63,9 @@ def test_equals_brute_force(stairs, ties, limited, barred):
         choice = select(survival, n, seconds, limit, bar)
         assert (choice.lengths <= (survival >= 0).sum(axis=0)).all()
         assert choice.total == 0 or choice.seconds <= limit
-        found = value_of(choice, survival, n, seconds, bar)
+        value = value_of(choice, survival, n, seconds, bar)
         best = brute_force(survival, n, seconds, limit, bar)
-        assert found == pytest.approx(best, rel=1e-6)
+        assert value == pytest.approx(best, rel=1e-6)
 
 
 def test_ties_keep_prefixes_and_the_exact_number():

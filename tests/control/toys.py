@@ -1,4 +1,4 @@
-"""A small closed world: constant batch, drawn acceptance, any time model."""
+"""A small closed simulation: constant batch, drawn acceptance, any time model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAMES = {
 
 
 def published(name: str, host: float = 0.0) -> TimeModel:
-    """A model of TIDE's Table 5."""
+    """Return a model of TIDE's Table 5."""
     return replace(tables.published(NAMES[name]), host=host)
 
 
 def batch_of(caps: Sequence[int] | np.ndarray, **changes: Any) -> Batch:
-    """Requests in the first slots, whose `caps` are given."""
+    """Return a batch of requests in the first slots, with given `caps`."""
     n = len(caps)
     fields = {
         "slots": np.arange(n),
@@ -44,7 +44,7 @@ class FixedTimes(StepTimes):
     """Step times that are certain, and do not learn."""
 
     def observe(self, sample: StepSample, now: float) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def ratio_sd(self, requests: int, now: float) -> float:
         return 0.0
@@ -56,7 +56,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Acceptance:
-    """How acceptance and confidence arise: log-odds, all normal.
+    """Acceptance and confidence as log-odds, all normal.
 
     Confidence log-odds = bias + slope * true log-odds + noise.
     """
@@ -73,7 +73,7 @@ class Acceptance:
     def draw(
         self, rng: np.random.Generator, ease: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """True conditional acceptance and confidence, both [k, n]."""
+        """Return true conditional acceptance and confidence, both [k, n]."""
         n = len(ease)
         noise = rng.standard_normal((k, n))
         for j in range(1, k):
@@ -95,7 +95,7 @@ class Result:
 
     @property
     def throughput(self) -> float:
-        """Without the luck of the coins: what was chosen, at its true chances."""
+        """Return the throughput of the choices at their true chances, without noise."""
         return self.expected / self.seconds
 
 
@@ -115,16 +115,16 @@ class World:
         k: int = 7,
         seed: int = 0,
         length: int = 200,
-        rounds_each: int = 0,
+        steps_each: int = 0,
     ) -> None:
         self.n, self.k, self.time, self.acceptance = n, k, time, acceptance
         self.rng = np.random.default_rng(seed)
         self.length = length
         self.now = 0.0
-        self.rounds_each = rounds_each
-        self.turn = 0
+        self.steps_each = steps_each
+        self.step_number = 0
         self.left = self.rng.integers(1, length + 1, n)
-        if rounds_each:
+        if steps_each:
             self.left[:] = 1 << 30
         self.ease = self._eases(n)
 
@@ -140,11 +140,11 @@ class World:
         )
 
     def finish(self, emitted: np.ndarray, policy: object | None = None) -> bool:
-        """Replace the requests that are done; whether there were any."""
-        if self.rounds_each:  # Same requests in the same rounds for every policy.
-            self.turn += 1
-            due = self.turn + np.arange(self.n) * self.rounds_each // self.n
-            done = np.flatnonzero(due % self.rounds_each == 0)
+        """Replace the requests that are done; return whether there were any."""
+        if self.steps_each:  # Same requests in the same steps for every policy.
+            self.step_number += 1
+            due = self.step_number + np.arange(self.n) * self.steps_each // self.n
+            done = np.flatnonzero(due % self.steps_each == 0)
         else:
             self.left -= emitted
             done = np.flatnonzero(self.left <= 0)
@@ -156,31 +156,31 @@ class World:
         return len(done) > 0
 
     def run(
-        self, policy: object, rounds: int, limit: float = np.inf, rests: bool = False
+        self, policy: object, num_steps: int, limit: float = np.inf, skips: bool = False
     ) -> Result:
         """Drive a policy; its own time model may be wrong, `self.time` is true.
 
-        With `rests` steps are left out as the engine does where `Plan.unasked` says so.
+        With `skips` steps are skipped as in the engine, by `Plan.unasked`.
         """
         result = Result()
-        rest = waited = 0
+        to_skip = waited = 0
         came = False
         for slot in range(self.n):
             policy.add(slot, False, self.now)
-        for _ in range(rounds):
+        for _ in range(num_steps):
             batch = self.batch(limit)
             chance, confidence = self.acceptance.draw(self.rng, self.ease, self.k)
-            luck = self.rng.random((self.k, self.n))
-            if hasattr(policy, "reveal"):  # it knows the truth, not the luck
+            draws = self.rng.random((self.k, self.n))
+            if hasattr(policy, "reveal"):  # true chances, not the draws
                 survival = np.cumprod(chance, axis=0).T
                 survival[np.arange(self.k) >= batch.caps[:, None]] = 0.0
                 policy.reveal(survival, self.n)
-            resting = rest > 0
-            if resting:
-                rest, plan = rest - 1, Plan(0)
+            skipping = to_skip > 0
+            if skipping:
+                to_skip, plan = to_skip - 1, Plan(0)
             else:
                 waited, plan = 0, policy.plan(batch, self.now)
-                rest = plan.unasked if rests else 0
+                to_skip = plan.unasked if skips else 0
             step = 0
             while step < plan.passes:
                 step += 1
@@ -189,21 +189,21 @@ class World:
             lengths = policy.choose() if step else np.zeros(self.n, np.int64)
             assert (lengths <= np.minimum(batch.caps, step)).all()
             assert (lengths >= 0).all()
-            passed = np.cumprod(luck < chance, axis=0)
+            passed = np.cumprod(draws < chance, axis=0)
             passed = passed * (np.arange(self.k)[:, None] < lengths)
             accepted = passed.sum(axis=0)
             seconds, sample = self.clock(batch, step, int(lengths.sum()))
             self.now += seconds
             emitted = accepted + 1
-            if resting and came:
+            if skipping and came:
                 policy.leave_out(seconds)
-            elif resting:
+            elif skipping:
                 waited += 1
             outcome = Outcome(
                 batch.slots, lengths, accepted, emitted, self.now, sample, 1 + waited
             )
             # As in the engine: observed before the next call of `plan`.
-            if not rest:
+            if not to_skip:
                 policy.observe(outcome)
             came = self.finish(emitted, policy)
             result.expected += expected(chance, lengths)

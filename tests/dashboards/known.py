@@ -21,7 +21,7 @@ _ENDINGS = {
 
 
 def samples_of(metric: Metric) -> list[str]:
-    """Names of a metric's samples on `/metrics`."""
+    """Return names of a metric's samples on `/metrics`."""
     endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
     return [PREFIX + metric.name + end for end in endings.get(metric.kind, [""])]
 
@@ -36,23 +36,25 @@ def of_training() -> set[str]:
 
 @cache
 def of_vllm() -> set[str] | None:
-    """From vLLM's source, without importing it; None where it is not installed."""
+    """Return names from vLLM's source, without an import; None if not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
     v1 = Path(spec.origin).parent / "v1"
-    found = set()
+    result = set()
     for node in _nodes(v1 / "metrics/loggers.py"):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             endings = _ENDINGS.get(node.func.attr, ())
-            names = [word.value for word in node.keywords if word.arg == "name"]
-            found |= {name + end for name in _texts(names) for end in endings}
+            names = [
+                keyword.value for keyword in node.keywords if keyword.arg == "name"
+            ]
+            result |= {name + end for name in _texts(names) for end in endings}
     # All of these are counters, with names from a table.
-    return found | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
+    return result | _totals(_texts(_nodes(v1 / "spec_decode/metrics.py")))
 
 
 def missing(expr: str) -> set[str]:
-    """Samples that an expression reads and nobody exposes, as far as is known."""
+    """Return samples that an expression reads without a known exporter."""
     ours, theirs = of_serving() | of_training(), of_vllm()
     absent = metrics_in(expr) - ours - (theirs or set())
     return absent if theirs else {n for n in absent if n.startswith("vllm_tide:")}
@@ -63,9 +65,9 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _texts(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names of metrics among constants."""
-    found = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
-    return {text for text in found if re.fullmatch(r"vllm:\w+", text)}
+    """Return names of metrics among constants."""
+    texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return {text for text in texts if re.fullmatch(r"vllm:\w+", text)}
 
 
 def _totals(names: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""A Prometheus of one's own, and a server with its trainer for it to scrape."""
+"""A private Prometheus, and a server with its trainer as its targets."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def free_port() -> int:
 
 @contextmanager
 def demo_places(work: Path) -> Iterator[tuple[Places, Sequence[Known]]]:
-    """Folders of a server on the demo models, and prompts whose output is known."""
+    """Make folders of a server on the demo models, and prompts with known outputs."""
     known = known_outputs(DEMO / "target", DEMO / "prompts", ("python",), 32, 0)
-    # Sockets in it have short names only.
+    # Sockets in it need short names.
     run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_run_"))
     venv = Path(sys.executable).parents[1]
     try:
@@ -54,7 +54,7 @@ def demo_places(work: Path) -> Iterator[tuple[Places, Sequence[Known]]]:
 
 
 class Prometheus:
-    """The HTTP API of a running one.
+    """The HTTP API of a running Prometheus.
 
     Args:
         url: Where it listens.
@@ -67,10 +67,10 @@ class Prometheus:
         self._step_s = step_s
 
     def get(self, path: str, **query: str) -> Any:
-        """The `data` of an answer.
+        """Return the `data` of an answer.
 
         Raises:
-            ValueError: Prometheus says what is wrong with the request.
+            ValueError: Prometheus refuses the request.
         """
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
@@ -80,19 +80,19 @@ class Prometheus:
             raise ValueError(json.load(error)["error"]) from None
 
     def series(self, expr: str, newest: bool = False) -> list[dict[str, str]]:
-        """Labels of series with a finite number, now or since the beginning."""
+        """Return labels of series with a finite number, now or since the beginning."""
         if newest:
-            found = self.get("query", query=expr)["result"]
-            samples = [(one["metric"], [one["value"]]) for one in found]
+            series = self.get("query", query=expr)["result"]
+            samples = [(one["metric"], [one["value"]]) for one in series]
         else:
-            found = self.get(
+            series = self.get(
                 "query_range",
                 query=expr,
                 start=f"{self._began:.3f}",
                 end=f"{time.time():.3f}",
                 step=str(self._step_s),
             )["result"]
-            samples = [(one["metric"], one["values"]) for one in found]
+            samples = [(one["metric"], one["values"]) for one in series]
         return [
             labels
             for labels, values in samples
@@ -100,7 +100,7 @@ class Prometheus:
         ]
 
     def down(self) -> list[str]:
-        """What could not be scraped last time, and why."""
+        """Return the targets that the last scrape failed for, and the errors."""
         targets = self.get("targets", state="active")["activeTargets"]
         return [
             f"{one['scrapeUrl']}: {one['lastError']}"
@@ -109,17 +109,17 @@ class Prometheus:
         ]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
+        """Return the names of the alerts that fire now."""
         alerts = self.get("alerts")["alerts"]
-        found = [one for one in alerts if one["state"] == "firing"]
-        return {one["labels"]["alertname"] for one in found}
+        firing = [one for one in alerts if one["state"] == "firing"]
+        return {one["labels"]["alertname"] for one in firing}
 
 
 @contextmanager
 def prometheus(
     urls: Sequence[str], folder: Path, scrape_s: int = 1, rules: str | None = None
 ) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes one job, as the rules want it.
+    """Run a Prometheus that scrapes one job, as the rules require.
 
     Args:
         urls: What it scrapes.

@@ -27,7 +27,7 @@ def trainer(name: str) -> str:
 
 
 def values(series: Value) -> str:
-    """In promtool's notation."""
+    """Write series in promtool's notation."""
     samples = (series(minute) for minute in range(MINUTES + 1))
     return " ".join(
         "_" if s is None else "NaN" if s != s else f"{s:.12g}" for s in samples
@@ -40,7 +40,7 @@ def gauge(before: float, after: float | None = None) -> Value:
 
 
 def counter(before: float, after: float | None = None) -> Value:
-    """Grows by so much a minute."""
+    """Return a counter that grows by so much a minute."""
     later = before if after is None else after
     return lambda minute: min(minute, FAULT) * before + max(minute - FAULT, 0) * later
 
@@ -54,7 +54,7 @@ def only_since_fault(minute: int) -> float | None:
 
 
 def times(*minutes: int) -> Value:
-    """A counter of events at these minutes."""
+    """Return a counter of events at these minutes."""
     return lambda minute: sum(minute >= event for event in minutes)
 
 
@@ -161,7 +161,7 @@ PLANTS: dict[str, tuple[Series, tuple[str, ...]]] = {
     ),
 }
 
-# Everything stops at FAULT with a full ring and a version not taken: nobody waits.
+# Everything stops at FAULT with a full ring and a version not installed: no wait.
 _IDLE = {
     OUTPUT: counter(6000, 0),
     DRAFTS: counter(2000, 0),
@@ -206,7 +206,7 @@ SILENT: dict[str, Series] = {
         **HEALTHY,
         FIRST: lambda minute: 1600 * minute - 1200 * min(max(minute - FAULT, 0), 20),
     },
-    # Another vLLM on the same Prometheus, whose draft is poor and not ours to judge.
+    # Another vLLM on the same Prometheus, with a poor draft that is not TIDE's.
     "vLLM without tide": {
         DRAFTS: counter(2000),
         VERIFIED: counter(6000),

@@ -1,4 +1,4 @@
-"""Expressions of the boards: what they read, and Grafana's variables filled in."""
+"""Expressions of the boards: their samples, with Grafana's variables filled in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _METRIC = re.compile(r"\b((?:vllm|vllm_tide):\w+|process_\w+)")
 
 
 def filled(expr: str, **values: str) -> str:
-    """An expression as Grafana would send it.
+    """Return an expression as Grafana would send it.
 
     Args:
         expr: PromQL with variables.
@@ -24,5 +24,5 @@ def filled(expr: str, **values: str) -> str:
 
 
 def metrics_in(expr: str) -> set[str]:
-    """Names of the samples that an expression reads."""
+    """Return the names of the samples that an expression reads."""
     return set(_METRIC.findall(expr))

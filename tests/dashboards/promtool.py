@@ -22,7 +22,7 @@ def needs_promtool(test: Any) -> Any:
 
 
 def promtool(folder: Path, action: str, document: dict[str, Any]) -> str:
-    """What promtool says about a document; JSON is YAML to it.
+    """Return promtool's output about a document; JSON is YAML to it.
 
     Raises:
         AssertionError: It finds fault with it.
@@ -31,6 +31,6 @@ def promtool(folder: Path, action: str, document: dict[str, Any]) -> str:
     file.write_text(json.dumps(document), encoding="utf-8")
     command = [str(PROMTOOL), action, "rules", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output

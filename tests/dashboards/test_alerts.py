@@ -1,4 +1,4 @@
-"""Each alert fires on its planted fault, and on nothing healthy."""
+"""Each alert fires on its planted fault, and not on healthy series."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [rule["alert"] for rule in RULES]
 
 
 def check_fired(folder: Path, series: plants.Series, expected: Iterable[str]) -> None:
-    """Ask promtool which alerts fired at any time."""
+    """Run promtool and return the alerts that fired at any time."""
     fired = 'group by (alertname) (max_over_time(ALERTS{alertstate="firing"}[8h]))'
     samples = [
         {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(expected)
@@ -58,7 +58,7 @@ def test_every_alert_has_a_plant():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
-def test_alert_says_what_it_is_and_what_to_do(rule):
+def test_an_alert_has_a_summary_and_an_action(rule):
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     notes = dict(rule["annotations"])
     assert notes.pop("runbook_url") == f"{RUNBOOKS}#{rule['alert'].lower()}"
@@ -67,7 +67,7 @@ def test_alert_says_what_it_is_and_what_to_do(rule):
     assert metrics_in(rule["expr"]) and not known.missing(rule["expr"])
 
 
-def test_panels_that_an_alert_names_exist_and_each_alert_has_a_runbook():
+def test_panels_of_an_alert_exist_and_each_alert_has_a_runbook():
     # A heading's anchor is its text in small letters.
     headings = re.findall(r"^## (\w+)$", contents()[RUNBOOKS], flags=re.MULTILINE)
     assert headings == NAMES
@@ -94,7 +94,7 @@ def test_alert_fires_on_its_fault(name, tmp_path):
 
 
 @needs_promtool
-def test_a_loss_that_grows_is_divergence_too(tmp_path):
+def test_a_growing_loss_is_divergence_too(tmp_path):
     loss = {plants.trainer("loss"): plants.gauge(1.5, 6)}
     check_fired(tmp_path, {**plants.HEALTHY, **loss}, {"TideTrainerDiverged"})
 

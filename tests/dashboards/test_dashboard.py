@@ -1,4 +1,4 @@
-"""The boards are ones that Grafana takes, and ask for what exists."""
+"""The boards are valid for Grafana, and query existing metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPRESSIONS = [
 ]
 GRAFANAS_OWN = {"__rate_interval", "__range", "__all"}
 # Of vLLM's own boards (main, after 0.32): they find each other by tag and link, and
-# hand over what is chosen.
+# pass on the selection.
 VARIABLES = ["datasource", "job", "model_name", "instance", "engine", "filters"]
 on_each_board = pytest.mark.parametrize("name", BOARDS)
 
@@ -48,7 +48,7 @@ def datasources(node: Any) -> Iterator[Any]:
 
 
 @on_each_board
-def test_a_board_is_one_of_vllms(name):
+def test_a_board_has_vllms_tag_links_and_variables(name):
     text = contents()[name]
     assert json.dumps(BOARD[name], indent=2) + "\n" == text
     assert text.isascii()
@@ -66,9 +66,9 @@ def test_a_board_is_one_of_vllms(name):
     assert len(set(ids)) == len(ids)
     assert len(set(titles)) == len(titles)
     assert all(panel["description"].endswith(".") for panel in PANELS[name])
-    found = list(datasources(BOARD[name]))
-    assert len(found) > len(PANELS[name])
-    assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in found)
+    sources = list(datasources(BOARD[name]))
+    assert len(sources) > len(PANELS[name])
+    assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in sources)
 
 
 @on_each_board
@@ -97,7 +97,7 @@ def test_variables_are_declared_before_they_are_used(name):
     used = re.findall(r"\$\{?(\w+)", contents()[name])
     assert set(used) <= {*VARIABLES, *GRAFANAS_OWN}
     # Values of one another: in the order of the list. From a metric of every vLLM, so
-    # that a replica without tide can be chosen beside one with it.
+    # that a replica without tide can be selected together with one with it.
     for place, variable in enumerate(variables):
         if definition := variable.get("definition"):
             assert definition.startswith("label_values(vllm:num_requests_running")
@@ -105,11 +105,11 @@ def test_variables_are_declared_before_they_are_used(name):
 
 
 @pytest.mark.parametrize(("name", "expr"), EXPRESSIONS)
-def test_expression_reads_known_metrics_and_obeys_the_selection(name, expr):
+def test_an_expression_reads_known_metrics_and_follows_the_selection(name, expr):
     assert metrics_in(expr) and not known.missing(expr)
     ours = re.findall(r"((?:vllm|vllm_tide):\w+)(\{[^}]*\})?", expr)
     for metric, matchers in ours:
-        # A trainer has an instance of its own, and no engine.
+        # A trainer has a separate instance, and no engine.
         training = metric.startswith("vllm_tide:trainer_")
         for variable in VARIABLES[1 : 3 if training else 5]:
             assert f'{variable}=~"${variable}"' in matchers, metric
@@ -121,16 +121,16 @@ def test_expression_reads_known_metrics_and_obeys_the_selection(name, expr):
     assert len(dropped) == len(re.findall(r"\b(?:sum|avg|max|min|count) ", expr))
 
 
-def test_every_subject_is_shown():
+def test_every_metric_is_shown():
     shown = set().union(*(metrics_in(expr) for _, expr in EXPRESSIONS))
-    # Parts of what is shown otherwise: vLLM counts the same tokens for every policy.
-    told_otherwise = {
+    # Shown in another form: vLLM counts the same tokens for every policy.
+    excluded = {
         "vllm_tide:draft_passes_total",
         "vllm_tide:verified_tokens_total",
         "vllm_tide:accepted_tokens_total",
         "vllm_tide:swap_seconds_bucket",
     }
-    assert (known.of_serving() | known.of_training()) - shown == told_otherwise
+    assert (known.of_serving() | known.of_training()) - shown == excluded
 
 
 @needs_promtool
@@ -142,5 +142,7 @@ def test_promtool_parses_every_expression(tmp_path):
         }
         for place, (_, expr) in enumerate(EXPRESSIONS)
     ]
-    said = promtool(tmp_path, "check", {"groups": [{"name": "panels", "rules": rules}]})
-    assert f"{len(EXPRESSIONS)} rules found" in said
+    output = promtool(
+        tmp_path, "check", {"groups": [{"name": "panels", "rules": rules}]}
+    )
+    assert f"{len(EXPRESSIONS)} rules found" in output

@@ -1,4 +1,4 @@
-"""`vllm-tide dashboards export` writes what the package holds, and nothing over it."""
+"""`vllm-tide dashboards export` writes the package's files and overwrites none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_tide.cli.main import main
 from vllm_tide.dashboards import ALERTS, BOARDS, contents
 
 
-def export(folder, *words: str) -> int:
-    return main(["dashboards", "export", str(folder), *words])
+def export(folder, *argv: str) -> int:
+    return main(["dashboards", "export", str(folder), *argv])
 
 
 def rules(document) -> list[dict]:
@@ -27,7 +27,7 @@ def test_export_writes_every_file(tmp_path, capsys):
     assert written == contents()
     assert set(written) == {*BOARDS, ALERTS, "runbooks.md"}
     assert capsys.readouterr().out.count("written: ") == len(written)
-    # As it is written a runbook is a file beside the rules.
+    # As written, a runbook is a file next to the rules.
     for rule in rules(yaml.safe_load(written[ALERTS])):
         page, anchor = rule["annotations"]["runbook_url"].split("#")
         assert f"\n## {rule['alert']}\n" in written[page]
@@ -35,7 +35,7 @@ def test_export_writes_every_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("base", ["https://wiki.example.com/tide", "{{x}}&é:b\\n"])
-def test_runbooks_are_where_the_operator_has_them(tmp_path, base):
+def test_runbooks_have_the_operators_address(tmp_path, base):
     assert export(tmp_path, "--runbooks", base) == 0
     text = (tmp_path / ALERTS).read_text(encoding="utf-8")
     for ours, theirs in zip(
@@ -50,7 +50,7 @@ def test_runbooks_are_where_the_operator_has_them(tmp_path, base):
         assert theirs == ours
 
 
-def test_configmap_holds_the_boards_as_grafanas_sidecar_wants_them(tmp_path):
+def test_the_configmap_has_the_boards_in_grafanas_sidecar_format(tmp_path):
     assert export(tmp_path, "--format", "configmap") == 0
     (file,) = tmp_path.iterdir()
     made = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -63,10 +63,10 @@ def test_configmap_holds_the_boards_as_grafanas_sidecar_wants_them(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["", "https://wiki.example.com/tide"])
-def test_prometheusrule_holds_the_rules(tmp_path, base):
-    """Its runbooks are the operator's; it links to no file that is not exported."""
-    words = ["--runbooks", base] if base else []
-    assert export(tmp_path, "--format", "prometheusrule", *words) == 0
+def test_the_prometheusrule_has_the_rules(tmp_path, base):
+    """Its runbooks are the operator's; it has no link to a file outside the export."""
+    argv = ["--runbooks", base] if base else []
+    assert export(tmp_path, "--format", "prometheusrule", *argv) == 0
     (file,) = tmp_path.iterdir()
     made = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert made["apiVersion"] == "monitoring.coreos.com/v1"
@@ -84,11 +84,11 @@ def test_prometheusrule_holds_the_rules(tmp_path, base):
 def test_promtool_accepts_the_spec_of_a_prometheusrule(tmp_path):
     assert export(tmp_path, "--format", "prometheusrule") == 0
     made = yaml.safe_load((tmp_path / "prometheusrule.yaml").read_text("utf-8"))
-    said = promtool(tmp_path, "check", made["spec"])
-    assert f"{len(rules(made['spec']))} rules found" in said
+    output = promtool(tmp_path, "check", made["spec"])
+    assert f"{len(rules(made['spec']))} rules found" in output
 
 
-def test_export_does_not_overwrite_unless_told_to(tmp_path, capsys):
+def test_export_overwrites_only_with_force(tmp_path, capsys):
     mine = tmp_path / "alerts.yml"
     mine.write_text("mine")
     assert export(tmp_path) == 2

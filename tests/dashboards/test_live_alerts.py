@@ -1,4 +1,4 @@
-"""Each alert fires on a real fault and stops when it is mended.
+"""Each alert fires on a real fault and stops after the repair.
 
 A server on the demo models with a trainer, a load of HTTP requests and a Prometheus. No
 metric is written; a minute of the rules is a second. The alerts of control depend on
@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 psutil = pytest.importorskip("psutil")
-pytest.importorskip("torch")  # the planted heads are tensors
+pytest.importorskip("torch")  # the planted drafts are tensors
 from tests.dashboards.live import (  # noqa: E402
     demo_places,
     free_port,
@@ -28,7 +28,7 @@ from tests.dashboards.live import (  # noqa: E402
     prometheus,
 )
 from tests.dashboards.test_alerts import FILE, NAMES  # noqa: E402
-from tests.faults import heads, memory  # noqa: E402
+from tests.faults import bad_drafts, memory  # noqa: E402
 from tests.faults.counters import total  # noqa: E402
 from tests.faults.load import Load  # noqa: E402
 from tests.faults.scene import NotRecovered, serving  # noqa: E402
@@ -42,7 +42,7 @@ OF_CONTROL = (
     *("TideDraftingOff", "TideLimitMissed", "TideLimitUnreachable"),
     *("TideTimeModelWrong", "TideSwapSlow"),
 )
-# A vLLM plugin: nothing from outside was found that makes capture raise.
+# A vLLM plugin: nothing from outside was seen to make capture raise.
 BUG = """
 import os
 def plant():
@@ -57,7 +57,7 @@ def plant():
 
 
 def scaled(text: str) -> str:
-    """Rules in which a minute is a second: ranges, offsets, `for`.
+    """Return rules in which a minute is a second: ranges, offsets, `for`.
 
     Amounts that grow with the window (rows, seconds: a thousand and more of an
     `increase`) shrink with it; numbers of events do not.
@@ -76,44 +76,44 @@ def scaled(text: str) -> str:
     return str(yaml.safe_dump(document))
 
 
-def plant(alerts, stops=True, beside=False):
-    """Register a generator of a `Scene`: puts a fault in, yields, mends it.
+def plant(alerts, stops=True, overlap=False):
+    """Register a generator of a `Scene`: injects a fault, yields, repairs it.
 
-    `stops`: whether the alerts do so in this run. `beside`: the next one follows at
+    `stops`: whether the alerts do so in this run. `overlap`: the next one follows at
     once.
     """
 
     def register(strike):
-        PLANTS.append((strike, set(alerts.split()), stops, beside))
+        PLANTS.append((strike, set(alerts.split()), stops, overlap))
         return strike
 
     return register
 
 
 async def pass_on(scene, what):
-    """Let the trainer publish a head that is spoilt so, until it is served."""
-    counter = heads.REFUSED if what == "norm" else "vllm_tide:swaps_total"
+    """Let the trainer publish a damaged draft until it is served."""
+    counter = bad_drafts.REFUSED if what == "norm" else "vllm_tide:swaps_total"
     before = total(await scene.reading(), counter)
     path = order(scene.run_dir, what, 1)
     await scene.until(what, lambda r: not path.exists() and total(r, counter) > before)
 
 
-@plant("TideTrainingWithoutPublication", beside=True)
+@plant("TideTrainingWithoutPublication", overlap=True)
 async def min_gain(scene):
-    """tide.train.min_gain is 10, until something is published all the same."""
+    """Set tide.train.min_gain to 10 until a draft is published all the same."""
     yield
 
 
 @plant("TideDraftRefused")
 async def refused(scene):
-    """A published tensor is 1e4 times too large."""
+    """Publish a tensor that is 1e4 times too large."""
     await pass_on(scene, "norm")
     yield
 
 
 @plant("TideTrainerCannotWrite")
 async def full_disk(scene):
-    """The trainer's files may not grow."""
+    """Limit the size of the trainer's files."""
     trainer = scene.trainer
     trainer.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
     yield
@@ -122,7 +122,7 @@ async def full_disk(scene):
 
 @plant("TideAcceptanceFell TideDraftsWasted TideHeldOutOptimistic")
 async def swapped(scene):
-    """A permuted head is served instead of the trainer's."""
+    """Serve a permuted draft instead of the trainer's."""
     await pass_on(scene, SWAPPED)
     yield
     await pass_on(scene, "whole")
@@ -130,7 +130,7 @@ async def swapped(scene):
 
 @plant("TideRingNearlyFull TideRowsDropped")
 async def hung_trainer(scene):
-    """The trainer is stopped by a signal."""
+    """Stop the trainer by a signal."""
     scene.trainer.send_signal(signal.SIGSTOP)
     yield
     scene.trainer.send_signal(signal.SIGCONT)
@@ -138,7 +138,7 @@ async def hung_trainer(scene):
 
 @plant("TideTrainerDiverged TideTrainerStalled")
 async def poisoned(scene):
-    """NaN in the trainer's candidate, until another trainer starts."""
+    """Set the trainer's candidate to NaN until another trainer starts."""
     order(scene.run_dir, POISON, 0)
     yield
     async for _ in no_trainer(scene):
@@ -147,7 +147,7 @@ async def poisoned(scene):
 
 @plant("TideTrainerGone")
 async def no_trainer(scene):
-    """The trainer is killed."""
+    """Kill the trainer."""
     scene.kill_trainer()
     yield
     scene.start_trainer()
@@ -155,45 +155,45 @@ async def no_trainer(scene):
 
 
 @plant("TideDraftNotInstalled")
-async def lost_word(scene):
-    """A segment's newest version is overwritten with the one before."""
+async def lost_version(scene):
+    """Overwrite a segment's newest version with the previous one."""
     engine, latest = scene.engine(), (scene.manifest().weights, 0)
     engine.send_signal(signal.SIGSTOP)
     try:
         served = memory.word(*latest)
         path = order(scene.run_dir, AGAIN, 0)
         await scene.until("a publication", lambda _: not path.exists())
-        memory.set_word(*latest, served)
+        memory.write_atomic(*latest, served)
     finally:
         engine.send_signal(signal.SIGCONT)
     yield
-    await scene.good_head()
+    await scene.good_draft()
 
 
 @plant("TideDraftRolledBack")
-async def worse_head(scene):
-    """A permuted head passes the held-out gate."""
-    await heads.permuted_head(scene, random.Random(0))
+async def worse_draft(scene):
+    """Let a permuted draft pass the held-out gate."""
+    await bad_drafts.permuted_draft(scene, random.Random(0))
     yield
 
 
 @plant("TideRollbacksRepeat", stops=False)
-async def worse_heads(scene):
-    """Two more do (the window is longer than the run)."""
-    await heads.permuted_head(scene, random.Random(1))
-    await heads.permuted_head(scene, random.Random(2))
+async def worse_drafts(scene):
+    """Let two more pass (the window is longer than the run)."""
+    await bad_drafts.permuted_draft(scene, random.Random(1))
+    await bad_drafts.permuted_draft(scene, random.Random(2))
     yield
 
 
 @plant("TideFaultContained TideCaptureStopped", stops=False)
 async def broken_capture(scene):
-    """A vLLM plugin makes capture raise, which switches it off for good."""
+    """Make capture raise by a vLLM plugin, which disables it for good."""
     (scene.places.work / "planted.py.on").touch()
     yield
 
 
 def plugin(work):
-    """Write the plugin; the environment in which vLLM finds it."""
+    """Write the plugin and return the environment in which vLLM finds it."""
     info = work / "planted-0.dist-info"
     info.mkdir()
     (work / "planted.py").write_text(BUG)
@@ -210,21 +210,21 @@ class Watch:
         problems: Sentences on alerts that did not fire or stop, and wrong answers.
     """
 
-    def __init__(self, found) -> None:
-        self._found = found
+    def __init__(self, server) -> None:
+        self._server = server
         self._firing, self._began = set(), {}
         self.problems = []
 
     async def watch(self):
-        """Keep the list of alerts that fire, and since when."""
+        """Update the list of firing alerts, and since when they fire."""
         while True:
-            names = await asyncio.to_thread(self._found.firing)
+            names = await asyncio.to_thread(self._server.firing)
             self._began |= dict.fromkeys(names - self._firing, time.monotonic())
             self._firing = names
             await asyncio.sleep(0.3)
 
     async def try_plant(self, scene, mended, strike, names, stops):
-        """See one fault through."""
+        """Run one fault to its end."""
         await self._until(lambda: not names & self._firing)
         self.problems += [f"{n} fires without it" for n in names & self._firing]
         at = time.monotonic()
@@ -255,7 +255,7 @@ class Watch:
 
 
 async def problems_of(places, known):
-    """What goes wrong with the plants."""
+    """Return the problems of a run of the plants."""
     port, work = free_port(), places.work
     async with serving(
         places,
@@ -264,17 +264,17 @@ async def problems_of(places, known):
         env=plugin(work),
     ) as scene:
         urls = [scene.server.url, f"http://127.0.0.1:{port}"]
-        with prometheus(urls, work, rules=scaled(FILE.read_text("utf-8"))) as found:
-            watch = Watch(found)
+        with prometheus(urls, work, rules=scaled(FILE.read_text("utf-8"))) as server:
+            watch = Watch(server)
             watching = asyncio.create_task(watch.watch())
             await asyncio.sleep(WATCHED_S)
             tasks = []
-            for *planted, beside in PLANTS:
+            for *planted, overlap in PLANTS:
                 mended = asyncio.Event()
                 tasks.append(
                     asyncio.create_task(watch.try_plant(scene, mended, *planted))
                 )
-                if not beside:
+                if not overlap:
                     await mended.wait()
             await asyncio.gather(*tasks)
             watching.cancel()

@@ -1,4 +1,4 @@
-"""A reader that prefers OpenMetrics, as Prometheus does, gets names as they are."""
+"""A reader that prefers OpenMetrics, as Prometheus does, gets unchanged names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_tide.sidecar.report import TrainerStatus, open_metrics
 PREFERRED = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
 
-def test_trainer_keeps_the_colon_of_its_names():
+def test_the_trainer_keeps_the_colon_of_its_names():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A real Prometheus finds data for every query of the boards and every alert."""
+"""A real Prometheus has data for every query of the boards and every alert."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.nightly, needs_prometheus]
 # Counters by reason that are made with the first fault of that reason.
 NEED_A_FAULT = {"vllm_tide:faults_total", "vllm_tide:refused_drafts_total"}
 SELECTOR = re.compile(r"(?:vllm|vllm_tide):\w+(?:\{[^}]*\})?")
-# Of a server with everything on, so that every panel has data.
+# Of a server with everything enabled, so that every panel has data.
 KNOBS = {
     "control": {"policy": "adaspec", "slo_tpot_ms": 50.0},
     "test_time": {
@@ -46,7 +46,7 @@ def boards() -> list[dict[str, Any]]:
 
 
 def panel_queries() -> Iterator[tuple[str, str, bool]]:
-    """Title and letter, expression, whether only its newest value is shown."""
+    """Return title and letter, expression, whether only its newest value is shown."""
     for board in boards():
         for panel in board["panels"]:
             for query in panel.get("targets", ()):
@@ -55,13 +55,14 @@ def panel_queries() -> Iterator[tuple[str, str, bool]]:
 
 
 def check_all(server: Prometheus, minutes: float) -> None:
-    """Assert that all has data but what needs a fault, and that no alert fires."""
+    """Assert that all queries but a fault's have data, and that no alert fires."""
     assert not server.down()
     # Windows as Grafana chooses them.
-    ranges = {"__rate_interval": "4s", "__range": f"{max(1, round(minutes))}m"}
+    window = max(1, round(minutes))
+    ranges = {"__rate_interval": "4s", "__range": f"{window}m"}
     for name, expr, newest in panel_queries():
-        found = server.series(filled(expr, **ranges), newest)
-        assert found or metrics_in(expr) & NEED_A_FAULT, (name, expr)
+        samples = server.series(filled(expr, **ranges), newest)
+        assert samples or metrics_in(expr) & NEED_A_FAULT, (name, expr)
     for board in boards():
         for item in board["annotations"]["list"]:  # empty without an event
             server.series(filled(item["expr"]))
@@ -76,7 +77,7 @@ def check_all(server: Prometheus, minutes: float) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_a_server_under_load_has_it_all(tmp_path):
+def test_a_server_under_load_has_data_for_every_query(tmp_path):
     async def run(places, known):
         port, minutes = free_port(), 3.0
         knobs = KNOBS | {"train": {"metrics_port": port}}

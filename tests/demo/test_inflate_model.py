@@ -49,7 +49,7 @@ def run_script(monkeypatch, source, destination):
     return inflate_model.main()
 
 
-def test_another_function_is_refused_with_what_to_do(tmp_path, monkeypatch, capsys):
+def test_another_function_is_refused_with_advice(tmp_path, monkeypatch, capsys):
     source = save_tiny(tmp_path / "source")
     assert run_script(monkeypatch, source, tmp_path / "out") == 0
     other = inflate_model.pad_mlp
@@ -62,9 +62,9 @@ def test_another_function_is_refused_with_what_to_do(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(inflate_model, "pad_mlp", wrong)
     assert run_script(monkeypatch, source, tmp_path / "out") == 1
-    said = capsys.readouterr()
-    assert "NOT EQUAL" in said.out
-    assert "run again with ATEN_CPU_CAPABILITY=avx2" in said.err.splitlines()[-1]
+    captured = capsys.readouterr()
+    assert "NOT EQUAL" in captured.out
+    assert "run again with ATEN_CPU_CAPABILITY=avx2" in captured.err.splitlines()[-1]
 
 
 def test_another_most_likely_token_is_rounding_only_where_two_are_close():
@@ -80,7 +80,7 @@ def test_another_most_likely_token_is_rounding_only_where_two_are_close():
         assert inflate_model.compare(before, before * (1 + 1e-5))[0] < 1e-4
 
 
-def test_report_counts_what_was_written(tmp_path):
+def test_the_report_counts_the_written_sizes(tmp_path):
     source = save_tiny(tmp_path / "source")
     report = inflate_model.inflate(source, tmp_path / "out", 64, 2)
     tensors = inflate_model.read_tensors(tmp_path / "out")

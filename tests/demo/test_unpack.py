@@ -1,4 +1,4 @@
-"""The demo pair's weights are kept compressed and unpacked once."""
+"""The demo pair's weights are stored compressed and unpacked once."""
 
 import lzma
 
@@ -7,7 +7,7 @@ import pytest
 from scripts.demo.unpack import WEIGHTS, pack, packed, unpack
 
 
-def test_what_was_packed_comes_back_once(tmp_path):
+def test_a_packed_file_is_restored_once(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"\x01\x3f" * 999)
     pack(weights)
@@ -34,6 +34,6 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
-def test_the_demo_pair_is_there(weights):
+def test_the_demo_pair_exists(weights):
     with lzma.open(packed(weights)) as archive:
         assert archive.read() == weights.read_bytes()

@@ -1,4 +1,4 @@
-"""scripts/with_isa.sh: a process computes as an older CPU would."""
+"""scripts/with_isa.sh: a process computes like an older CPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def ask(isa: str, code: str = ASK) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.vllm
-def test_vllm_and_torch_take_their_kernels_for_avx2():
-    said = ask("avx2").stdout.splitlines()[-1]
-    assert said == "AVX2 False False True False False"
+def test_vllm_and_torch_use_their_avx2_kernels():
+    capability = ask("avx2").stdout.splitlines()[-1]
+    assert capability == "AVX2 False False True False False"

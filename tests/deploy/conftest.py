@@ -1,4 +1,4 @@
-"""Trains in float32, so that small numbers can be compared."""
+"""Train in float32, so that small numbers can be compared."""
 
 from tests.train.conftest import in_float32
 

@@ -1,4 +1,4 @@
-"""A fast draft in service: published, judged, given back, and never lost sight of."""
+"""The fast draft: published, judged, replaced by its base, never lost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vllm_tide.deploy.fast_draft import FastStep
 from vllm_tide.draft import delta
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.engine.staged_draft import tensors_of
-from vllm_tide.train.gpu import Turns
+from vllm_tide.train.gpu import GpuTimeBudget
 from vllm_tide.transport.purge import ask
 
 ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
 
 
 class Serving(Engine):
-    """An engine with requests that run."""
+    """An engine with open requests."""
 
     def __init__(self, folder) -> None:
         super().__init__(folder)
@@ -51,8 +51,8 @@ class Serving(Engine):
             self.streams.append(Stream(key, key))
             assert write_record(self.ring, self.streams[-1].prefill())
 
-    def go(self, rounds: int = 1, **more) -> None:
-        for _ in range(rounds):
+    def go(self, num_steps: int = 1, **more) -> None:
+        for _ in range(num_steps):
             for stream in self.streams:
                 made = replace(stream.verify(**more), draft_version=self.version)
                 assert write_record(self.ring, made)
@@ -86,7 +86,7 @@ def learn(sidecar, engine, least: int = 1) -> None:
 
 
 def adapted(engine: Serving):
-    """A sidecar that has sent a fast draft."""
+    """Return a sidecar that has sent a fast draft."""
     sidecar = engine.attach()
     engine.begin(1, 2, 3)
     for _ in range(200):
@@ -97,7 +97,7 @@ def adapted(engine: Serving):
 
 
 def served(engine: Serving):
-    """A sidecar whose fast draft an engine serves."""
+    """Return a sidecar with a fast draft that an engine serves."""
     sidecar = adapted(engine)
     engine.install()
     assert sidecar._tick()
@@ -116,13 +116,13 @@ def is_base(sidecar, publication) -> bool:
     )
 
 
-def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
+def test_a_fast_draft_is_served_and_the_base_is_restored(engine, monkeypatch):
     monkeypatch.setattr(fast_draft, "RANK", 2)
     sidecar = served(engine)
     live = weights_of(sidecar.trainer.live)
     first, fast = engine.sent(), sidecar.fast
     assert first.meta["adaptation"] == {"base": 0, "fast": True}
-    # It is a change of low rank of what the engine holds, and that is what is judged.
+    # It is a low-rank change of the engine's draft; this form is judged.
     assert first.meta["delta"] == {"base": delta.fingerprint(base_of(sidecar))}
     assert any(name.endswith(".u") for name in first.tensors)
     made = delta.apply(base_of(sidecar), tensors_of(first))
@@ -130,15 +130,15 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     for name, tensor in judged.items():
         torch.testing.assert_close(made[name], tensor, rtol=2e-2, atol=2e-3)
     assert any(not torch.allclose(whole[n], t, 2e-2, 2e-3) for n, t in judged.items())
-    # It was better before it was sent, on rows it had not learnt from.
-    (told,) = events(engine, "adapted")
-    assert told["gain"] > 0 and told["base"] == 0
+    # It was better before it was sent, on rows that it had not learned.
+    (event,) = events(engine, "adapted")
+    assert event["gain"] > 0 and event["base"] == 0
     figures = fast.figures
     assert figures["state"] == "serving" and figures["gain"] > 0
     assert figures["requests"] == 3
     sidecar._update_status(force=True)
     assert engine.status()["adaptation"] == pytest.approx(figures)
-    # Its requests are the base's, no draft is on trial, and its steps count for none.
+    # Its requests are the base's, no draft is in a canary, and its steps do not count.
     assert sidecar.deployment.installed == sidecar.deployment.published == 0
     assert not sidecar.deployment.canary.undecided
 
@@ -172,7 +172,7 @@ def test_a_fast_draft_is_served_and_the_base_comes_back(engine, monkeypatch):
     ]
 
 
-def test_it_learns_amid_a_cycle_and_an_evaluation(engine):
+def test_it_learns_during_a_cycle_and_an_evaluation(engine):
     engine.manifest.tide["train"] = KNOBS | {"steps_per_cycle": 4}
     engine.announce()
     engine.serve(80)
@@ -198,16 +198,16 @@ def test_it_learns_amid_a_cycle_and_an_evaluation(engine):
     assert any(learnt)
 
 
-def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
+def test_a_fast_draft_that_is_worse_than_its_base_is_replaced(engine, monkeypatch):
     sidecar = served(engine)
     evaluate, fast = sidecar.trainer.evaluate, sidecar.fast.served
 
     def worse(draft=None, *args, **more):
-        """A toy accepts hardly anything that it could lose: a token less for each."""
-        found = evaluate(draft, *args, **more)
-        for row in found.requests.values() if draft is fast else ():
+        """A toy accepts too few tokens to lose many: one less for each."""
+        evaluation = evaluate(draft, *args, **more)
+        for row in evaluation.requests.values() if draft is fast else ():
             row[1:] = [accepted - row[0] for accepted in row[1:]]
-        return found
+        return evaluation
 
     monkeypatch.setattr(sidecar.trainer, "evaluate", worse)
     for _ in range(20):
@@ -215,24 +215,24 @@ def test_what_serves_worse_than_its_base_is_taken_back(engine, monkeypatch):
         engine.install()
         if events(engine, "given_back"):
             break
-    (told,) = events(engine, "given_back")
-    assert told["reason"] == "no better than its base" and told["gain"] <= 0
+    (event,) = events(engine, "given_back")
+    assert event["reason"] == "no better than its base" and event["gain"] <= 0
     assert is_base(sidecar, engine.sent())
     assert sidecar.fast.figures["state"] == "learning"
 
 
 @pytest.mark.parametrize("how", ["pause", "purge", "rollback", "refused"])
-def test_what_drops_it(engine, how):
+def test_causes_that_drop_the_fast_draft(engine, how):
     sidecar = served(engine)
     learnt = sidecar.fast.draft
     if how == "pause":
-        assert sidecar.carry_out({"do": "pause"})["ok"]
+        assert sidecar.execute({"do": "pause"})["ok"]
     elif how == "purge":
         ask(engine.run_dir, None)
         sidecar._next_purge = 0.0
     elif how == "rollback":
         master = sidecar.trainer.snapshot()
-        sidecar.deployment.put_back(master, {"rollback_of": 1})
+        sidecar.deployment.republish(master, {"rollback_of": 1})
     else:
         learn(sidecar, engine, 2)
         latest = engine.weights.latest_version()
@@ -248,9 +248,7 @@ def test_what_drops_it(engine, how):
     assert len(events(engine, "given_back")) == 1
 
 
-def test_a_base_that_is_refused_is_sent_again_and_said_once(
-    engine, monkeypatch, caplog
-):
+def test_a_refused_base_is_sent_again_and_logged_once(engine, monkeypatch, caplog):
     monkeypatch.setattr(fast_draft, "RETRY_S", 0.0)
     sidecar = served(engine)
     feed = sidecar.feeds.reference
@@ -260,8 +258,8 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
         patched.setattr(feed, "publish", full)
         for _ in range(3):
             assert sidecar._tick()
-    said = [r for r in caplog.records if "base of the fast draft" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r for r in caplog.records if "base of the fast draft" in r.getMessage()]
+    assert len(messages) == 1
     assert sidecar._tick()
     version = engine.weights.latest_version()
     assert is_base(sidecar, engine.sent()) and version == engine.version + 1
@@ -275,14 +273,14 @@ def test_a_base_that_is_refused_is_sent_again_and_said_once(
     assert engine.weights.latest_version() == version
 
 
-def test_it_is_given_up_without_memory(engine, monkeypatch):
+def test_the_fast_draft_is_dropped_without_memory(engine, monkeypatch):
     sidecar = served(engine)
 
-    def no_room(*_args):
+    def out_of_memory(*_args):
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FastStep, "run", no_room)
+        patched.setattr(FastStep, "run", out_of_memory)
         for _ in range(10_000):
             engine.go()
             assert sidecar._tick()
@@ -294,12 +292,12 @@ def test_it_is_given_up_without_memory(engine, monkeypatch):
     engine.go(10)
     for _ in range(5):
         assert sidecar._tick()
-    assert sidecar.fast.steps == steps  # it rests
-    sidecar.fast._shortage._until = 0.0
+    assert sidecar.fast.steps == steps  # it sleeps
+    sidecar.fast._memory_backoff._until = 0.0
     learn(sidecar, engine)
 
 
-def test_a_stop_gives_the_base_back_and_closes_everything(engine):
+def test_a_stop_restores_the_base_and_closes_everything(engine):
     sidecar = served(engine)
     sidecar.stop()
     assert sidecar.run() == "stopped"
@@ -309,16 +307,14 @@ def test_a_stop_gives_the_base_back_and_closes_everything(engine):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
-    engine, installed
-):
+def test_a_killed_trainer_leaves_nothing_that_the_next_one_uses(engine, installed):
     sidecar = adapted(engine)
     if installed:
         engine.install()
     base, left = base_of(sidecar), engine.sent()
-    sidecar.feeds.close()  # without a word
+    sidecar.feeds.close()  # without a message
     again = engine.attach()
-    # Its records until the base is in again are a fast draft's.
+    # Its records until the base is installed again are a fast draft's.
     assert again.feeds.is_fast("test", left.version)
     assert not again.feeds.is_fast("test", left.meta["adaptation"]["base"])
     sent = engine.sent()
@@ -332,7 +328,7 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_goes_on_from(
     assert again.deployment.installed == sent.version
 
 
-def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
+def test_an_engine_with_adaptation_off_gets_no_fast_draft(engine):
     sidecar = engine.attach()
     feed = sidecar.feeds.feed("test")
     feed.manifest = replace(feed.manifest, tide={"test_time": {"adapt": "off"}})
@@ -343,13 +339,13 @@ def test_an_engine_whose_own_section_says_off_is_sent_none(engine):
             break
     learn(sidecar, engine)
     assert sidecar.fast._is_better() and not engine.weights.latest_version()
-    # Unless the trainer has a section for all of them.
+    # Unless the trainer has a section for all engines.
     sidecar.fast._overrides = True
     learn(sidecar, engine)
     assert engine.weights.latest_version()
 
 
-def test_rows_are_scored_before_they_are_learnt_from(engine, monkeypatch):
+def test_rows_are_scored_before_they_are_learned(engine, monkeypatch):
     sidecar, order = served(engine), []
     evaluate, run = sidecar.trainer.evaluate, FastStep.run
 
@@ -378,8 +374,8 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
     engine.manifest = replace(engine.manifest, tide=tide)
     engine.announce()
     sidecar, worked = engine.attach(), []
-    sidecar.trainer.turns = turns = Turns(0.1)
-    turns.worked = lambda began, busy: worked.append((began, busy))
+    sidecar.trainer.gpu_budget = budget = GpuTimeBudget(0.1)
+    budget.add_busy = lambda began, busy: worked.append((began, busy))
     engine.begin(1, 2)
     learn(sidecar, engine, 2)
     # It takes a twentieth of the time, and counts it against the other's.
@@ -388,35 +384,35 @@ def test_it_leaves_half_of_a_shared_gpu_to_ordinary_training(engine):
 
 
 @pytest.mark.slow
-def test_requests_take_turns_and_rows_count_once(engine):
+def test_requests_alternate_and_rows_count_once(engine):
     sidecar = engine.attach()
     engine.begin(*range(12))
     window, taught, calls = sidecar.trainer.assembler.window, [], []
 
     def spy(key, since, context):
         calls.append(key)
-        found = window(key, since, context)
-        for sample in found:
+        rows = window(key, since, context)
+        for sample in rows:
             at = sample.start + sample.valid.nonzero()[:, 0]
             taught.extend((key, position) for position in at.tolist())
-        return found
+        return rows
 
     sidecar.trainer.assembler.window = spy
     while len(calls) < 27:
         learn(sidecar, engine)
-    # All have new rows at any time, and a batch has no room for all: one after another.
+    # All have new rows at any time, more than fit a batch: one after another.
     assert set(calls[:12]) == set(range(12)) == {key for key, _ in taught}
     assert calls[12:27] == calls[:15]
     assert len(taught) == len(set(taught))
 
 
-def test_half_of_what_was_learnt_is_left_after_a_half_life(engine):
+def test_half_of_the_learned_change_remains_after_a_half_life(engine):
     sidecar = served(engine)
     fast = sidecar.fast
     base = weights_of(sidecar.trainer.live)
     before = weights_of(fast.draft) - base
     for _ in range(4):
-        fast._fade(2048)
+        fast._decay(2048)
     torch.testing.assert_close(weights_of(fast.draft) - base, before / 2)
-    fast._fade(1 << 30)
+    fast._decay(1 << 30)
     assert torch.equal(weights_of(fast.draft), base)

@@ -1,4 +1,4 @@
-"""A fast draft and its engines: who has a part in it, under which versions."""
+"""A fast draft and its engines: which take part, under which versions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from vllm_tide.deploy.fast_draft import FastDraft
 
 
 class Trainer:
-    """A fast draft of three requests that run, and what was said of it."""
+    """A fast draft of three open requests, and its events."""
 
     def __init__(self, feeds, published: int = 0) -> None:
-        self.trainer, self.said = toy_trainer(0), []
+        self.trainer, self.messages = toy_trainer(0), []
         self.deployment = SimpleNamespace(published=published)
         self.fast = FastDraft(
             parse_tide({"test_time": ADAPT}),
             self.trainer,
             feeds,
             self.deployment,
-            lambda event, **_: self.said.append(event),
+            lambda event, **_: self.messages.append(event),
         )
         self.streams = [Stream(key, key) for key in range(3)]
         self.trainer.add_records([s.prefill() for s in self.streams], 0.0)
@@ -50,27 +50,27 @@ def meta(fast: bool) -> dict:
     return {"adaptation": {"fast": fast}}
 
 
-def test_only_engines_that_hold_the_base_have_a_part_in_it():
+def test_only_engines_with_the_base_take_part():
     a, b, c = FakeFeed("a"), FakeFeed("b"), FakeFeed("c")
     feeds, _ = feeds_of(a, b, c)
     assert publish(feeds) == 1
-    a.installed = 1  # b has not come to it, and c refuses it
+    a.installed = 1  # b has not installed it yet, and c refuses it
     c.refused = 1
     trainer = Trainer(feeds, published=1)
-    trainer.until(lambda: trainer.said)
-    assert trainer.said == ["adapted"]
+    trainer.until(lambda: trainer.messages)
+    assert trainer.messages == ["adapted"]
     assert [len(feed.sent) for feed in (a, b, c)] == [2, 1, 1]
     install(a)
-    b.installed = 1  # now it has come to it
+    b.installed = 1  # now it is installed
     trainer.until(lambda: len(b.sent) == 2)
     assert [len(feed.sent) for feed in (a, b, c)] == [3, 2, 1]
     b.installed, b.refused = 1, b.latest_version
     trainer.fast.tick(math.inf, paused=False)
-    assert trainer.said == ["adapted", "given_back"] and trainer.fast.draft is None
+    assert trainer.messages == ["adapted", "given_back"] and trainer.fast.draft is None
     assert [len(feed.sent) for feed in (a, b, c)] == [4, 3, 1]
 
 
-def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
+def test_an_engine_of_another_base_keeps_its_draft_and_blocks_nothing():
     """Its weights differ, though no draft was ever published."""
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
@@ -83,23 +83,23 @@ def test_an_engine_of_another_base_keeps_its_own_draft_and_stops_nobody():
     trainer.fast.drop("purged")
     for _ in range(5):
         trainer.fast.tick(math.inf, paused=True)
-    assert trainer.said == ["adapted", "given_back"]
+    assert trainer.messages == ["adapted", "given_back"]
     assert len(a.sent) == 3 and len(b.sent) == 1
 
 
-def test_an_engine_that_refuses_the_next_base_is_given_back_the_one_it_holds():
+def test_an_engine_that_refuses_the_next_base_gets_its_old_one_back():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, _ = feeds_of(a, b)
     trainer = Trainer(feeds)
     trainer.until(lambda: b.sent)
     install(a), install(b)
     trainer.deployment.published = publish(feeds)
-    trainer.fast.tick(math.inf, paused=True)  # it is on its way to both
+    trainer.fast.tick(math.inf, paused=True)  # it is in flight to both
     assert len(a.sent) == len(b.sent) == 2
     install(a)
     b.refused, b.reason = b.latest_version, "norm"
     trainer.fast.tick(math.inf, paused=True)
-    # No change of what it holds: its own base, by the name that it knows.
+    # No change of its draft: its own base, under the version that it has.
     assert len(a.sent) == 2 and b.sent[b.latest_version] == {}
     install(b)
     trainer.fast.tick(math.inf, paused=True)
@@ -111,7 +111,7 @@ def test_versions_of_a_fast_draft_are_its_bases():
     feeds, source = feeds_of(a, b, c)
     assert publish(feeds) == 31
     feeds._numbers.clear()
-    a.installed = b.installed = 31  # and c has not come to it
+    a.installed = b.installed = 31  # and c has not installed it
     for name in "ab":
         feeds.send_fast(name, head_tensors(2), meta(True), base=31)
     assert set(a.sent) == {31, 32} and set(b.sent) == {31, 33} and set(c.sent) == {31}
@@ -130,9 +130,9 @@ def test_versions_of_a_fast_draft_are_its_bases():
     assert feeds.versions()["a"].adaptation == "served"
     a.installed, a.refused = 34, 0
     assert feeds.versions()["a"].adaptation == ""
-    # An engine that joins gets the base, and a later head is newer than all of them.
+    # An engine that joins gets the base, and a later draft is newer than all of them.
     source.feeds["d"] = FakeFeed("d")
-    feeds._next_look = 0.0
+    feeds._next_scan = 0.0
     feeds.poll()
     assert set(source.feeds["d"].sent) == {31}
     assert publish(feeds) == 35

@@ -1,4 +1,4 @@
-"""Served speed after a swap decides whether the draft stays."""
+"""The served speed after a swap decides whether a draft stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_tide.config import DeployConfig
-from vllm_tide.deploy.canary import MIN_COMPARED, PATIENCE, Canary
+from vllm_tide.deploy.canary import MAX_WAIT, MIN_COMPARED, Canary
 from vllm_tide.deploy.comparison import Window, compare, mixture_bound
 from vllm_tide.deploy.served import ServedRequest, bucket_of
 
@@ -18,7 +18,7 @@ BEGAN = itertools.count(1)
 
 
 def make_request(rng, level, *, group=0, version=0, engine=""):
-    """A request of 15 to 45 rounds of 3 drafts; `level` of them is accepted."""
+    """Return a request of 15 to 45 steps of 3 drafts, a share `level` accepted."""
     chance = float(np.clip(rng.normal(level, 0.05), 0.01, 0.99))
     count = int(rng.integers(15, 46))
     accepted = np.cumprod(rng.random((count, 3)) < chance, axis=1).sum(axis=1)
@@ -51,15 +51,15 @@ def window(machine, rng, level=0.6, count=96, **fields):
 
 
 def trial(machine, rng, level, *, version=2, most=400, **fields):
-    """Verdict of requests at `level` begun under the new draft."""
+    """Return the verdict of requests at `level` begun under the new draft."""
     machine.begin(fields.get("engine", ""), version)
     return trial_on(machine, rng, level, version, most=most, **fields)
 
 
 def trial_on(machine, rng, level, version=2, most=400, **fields):
-    """Go on with a trial that has begun."""
+    """Continue a canary that has begun."""
     for _ in range(most):
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
         if verdict is not None:
             return verdict
@@ -68,7 +68,7 @@ def trial_on(machine, rng, level, version=2, most=400, **fields):
 
 
 def on_trial(**changes):
-    """A canary with a full window whose version 2 is on trial."""
+    """Return a canary with a full window and version 2 under test."""
     machine, rng = canary(**changes), np.random.default_rng(0)
     window(machine, rng)
     machine.begin("", 2)
@@ -84,14 +84,14 @@ FEW_OR_MANY = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("level", "decision", "most", "cap"),
     [
-        (0.05, "rollback", 10, 48),  # ruined
+        (0.05, "rollback", 10, 48),  # useless
         (0.5, "rollback", 48, 48),  # speed about 14% lower
         (0.6, "keep", 48, 48),  # equal
         (0.6, "keep", 8, 8),
         (0.85, "keep", 31, 48),  # much better
     ],
 )
-def test_a_worse_draft_is_taken_back_and_another_is_kept(
+def test_a_worse_draft_is_rolled_back_and_a_better_one_stays(
     level, decision, most, cap, seeds
 ):
     verdicts = []
@@ -105,7 +105,7 @@ def test_a_worse_draft_is_taken_back_and_another_is_kept(
     assert max(v.requests for v in verdicts) <= most
 
 
-def test_mixture_bound_holds_at_every_look():
+def test_the_mixture_bound_holds_at_every_check():
     rng = np.random.default_rng(0)
     missed = 0
     for _ in range(300):
@@ -118,18 +118,18 @@ def test_mixture_bound_holds_at_every_look():
 
 
 def _served(tokens, cost, cell=(0, 1, 0), steps=40, **fields):
-    """A request of as many steps, each of so many tokens and such a cost."""
+    """Return a request of as many steps, each of so many tokens and such a cost."""
     cells = {cell: [steps * tokens, steps * cost]}
     return ServedRequest(key=0, cells=cells, **fields)
 
 
-def test_a_draft_that_control_cuts_short_is_seen_to_be_slower():
+def test_a_draft_that_control_shortens_is_measured_as_slower():
     # three tokens in steps of cost 1.5; then two, in steps of cost 1.2, of which every
     # second token is accepted as before: what is gained per draft is the same
     before = [_served(3.0, 1.5) for _ in range(60)]
-    found = compare(Window(before), [_served(2.0, 1.2) for _ in range(60)], cap=32)
-    assert found.change == pytest.approx(2.0 / 1.2 / 2.0 - 1)
-    assert (found.before, found.after) == pytest.approx((2.0, 2.0 / 1.2))
+    comparison = compare(Window(before), [_served(2.0, 1.2) for _ in range(60)], cap=32)
+    assert comparison.change == pytest.approx(2.0 / 1.2 / 2.0 - 1)
+    assert (comparison.before, comparison.after) == pytest.approx((2.0, 2.0 / 1.2))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_a_draft_that_control_cuts_short_is_seen_to_be_slower():
         ({"engine": "a"}, {"engine": "b"}),
     ],
 )
-def test_requests_are_compared_with_their_like(one, other):
+def test_requests_are_compared_within_their_class(one, other):
     before = Window([_served(2.0, 1.0, **one), _served(3.0, 1.0, **other)] * 30)
-    found = compare(before, [_served(2.0, 1.0, **one)] * 30, cap=32)
-    assert found.change == pytest.approx(0.0, abs=0.03)
+    comparison = compare(before, [_served(2.0, 1.0, **one)] * 30, cap=32)
+    assert comparison.change == pytest.approx(0.0, abs=0.03)
 
 
 @pytest.mark.parametrize("unlike", [{"cell": (0, 7, 0)}, {"group": 2}])
-def test_another_batch_or_a_new_group_cannot_be_compared(unlike):
+def test_another_batch_size_or_a_new_group_cannot_be_compared(unlike):
     before = Window([_served(2.0, 1.0) for _ in range(60)])
     assert compare(before, [_served(1.2, 1.0, **unlike)] * 60, cap=32) is None
 
@@ -162,12 +162,12 @@ def test_only_whole_requests_begun_after_the_swap_count():
     ):
         for _ in range(50):
             machine.observe(request)
-    machine.look()
+    machine.evaluate()
     assert machine.undecided
     assert machine.comparison is None
 
 
-def test_a_draft_that_slows_plain_decoding_down_is_taken_back():
+def test_a_draft_that_slows_plain_decoding_down_is_rolled_back():
     machine, rng = canary(), np.random.default_rng(0)
     for i in range(96):
         machine.observe(_served(1.0, 1.0, began=i + 1))
@@ -175,7 +175,7 @@ def test_a_draft_that_slows_plain_decoding_down_is_taken_back():
     for i in range(48):
         cost = float(rng.normal(1.25, 0.05))
         machine.observe(_served(1.05, cost, versions=(2,), began=100 + i))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "rollback"
 
 
@@ -200,14 +200,14 @@ def test_open_requests_count_on_both_sides():
         else:
             request.ended = False
             still.append(request)
-    machine.look(still)
+    machine.evaluate(still)
     assert abs(machine.comparison.change) < 0.01
-    machine.look()  # blind to them, as it was
+    machine.evaluate()  # without them, as before
     assert machine.comparison is None or machine.comparison.change > 0.06
 
 
-def test_a_full_window_before_holds_every_request_since_one_moment():
-    """What it let go ended early; those that began with it are let go as well."""
+def test_a_full_window_has_every_request_since_one_moment():
+    """Evicted requests ended early; those that began with them are evicted as well."""
     machine = canary(canary_requests=16)  # 64 before
     slow = [_served(2.0, 1.0, began=i) for i in range(10)]
     for i in range(10, 80):
@@ -218,30 +218,30 @@ def test_a_full_window_before_holds_every_request_since_one_moment():
     after = [
         _served(2.5, 1.0, began=100 + i, versions=(2,), ended=False) for i in range(8)
     ]
-    machine.look(after)
+    machine.evaluate(after)
     assert machine.comparison.change == pytest.approx(0.0, abs=1e-6)
 
 
-def test_only_new_kinds_of_requests_after_the_swap_mean_keep():
+def test_a_draft_with_only_new_kinds_of_requests_stays():
     machine, rng = on_trial(canary_requests=8)
-    for _ in range(8 * PATIENCE):
+    for _ in range(8 * MAX_WAIT):
         assert machine.may_publish and machine.poll() is None
         machine.observe(make_request(rng, 0.3, version=2, group=9))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "keep"
 
 
-def test_a_trial_that_shows_harm_holds_the_next_draft_up():
+def test_a_canary_with_a_regression_delays_the_next_draft():
     machine, rng = on_trial()
     for _ in range(MIN_COMPARED):
         machine.observe(make_request(rng, 0.42, version=2))
-    machine.look()
+    machine.evaluate()
     assert machine.undecided
     assert not machine.may_publish
 
 
 def superseded(level, seed, each):
-    """Verdict where every draft gives way to the next after `each` requests."""
+    """Return the verdict if each draft is superseded after `each` requests."""
     rng = np.random.default_rng(seed)
     machine = canary()
     window(machine, rng)
@@ -251,7 +251,7 @@ def superseded(level, seed, each):
             version += 1
             machine.begin("", version)
         machine.observe(make_request(rng, level, version=version))
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
         if verdict is not None:
             return verdict, version
@@ -259,30 +259,30 @@ def superseded(level, seed, each):
 
 
 @FEW_OR_MANY
-def test_harm_is_found_over_a_chain_of_drafts_that_superseded_each_other(seeds):
-    found = [superseded(0.45, seed, 2) for seed in range(seeds)]
-    back = sum(v is not None and v.decision == "rollback" for v, _ in found)
+def test_a_regression_over_a_chain_of_superseded_drafts_is_detected(seeds):
+    detected = [superseded(0.45, seed, 2) for seed in range(seeds)]
+    back = sum(v is not None and v.decision == "rollback" for v, _ in detected)
     assert back >= 0.95 * seeds
-    assert all(v.version == version for v, version in found if v is not None)
+    assert all(v.version == version for v, version in detected if v is not None)
 
 
 def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
     machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng)
-    for _ in range(300):  # a fast draft served them whole: they push nothing out
+    for _ in range(300):  # a fast draft served all of their steps: they evict nothing
         machine.observe(ServedRequest(key=0, versions=(1,), began=next(BEGAN)))
     machine.begin("", 2)
     machine.begin("", 3)
     assert trial_on(machine, rng, 0.05, 3).decision == "rollback"
-    for version in (2, 3):  # they were still running
+    for version in (2, 3):  # they were still open
         window(machine, rng, 0.05, 100, version=version)
     for _ in range(100):
         machine.observe(replace(make_request(rng, 0.05), versions=(3, 4)))
-    window(machine, rng, 0.6, 8, version=4)  # the old draft, put back
+    window(machine, rng, 0.6, 8, version=4)  # the old draft, republished
     assert trial(machine, rng, 0.3, version=5).decision == "rollback"
 
 
-def test_backoff_doubles_and_a_kept_draft_resets_it():
+def test_backoff_doubles_and_an_accepted_draft_resets_it():
     machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng)
     backoffs = []
@@ -295,7 +295,7 @@ def test_backoff_doubles_and_a_kept_draft_resets_it():
     assert machine.rollbacks == 4
 
 
-def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
+def test_the_end_of_an_engine_ends_its_canary_without_a_verdict():
     machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng, engine="a")
     machine.begin("a", 2)
@@ -307,7 +307,7 @@ def test_an_engine_that_is_gone_ends_its_trial_without_a_verdict():
     assert trial(machine, rng, 0.05, version=2, engine="a").decision == "rollback"
 
 
-def test_engines_never_try_two_versions_at_once():
+def test_engines_never_test_two_versions_at_once():
     machine, rng = canary(), np.random.default_rng(0)
     for engine in "ab":
         window(machine, rng, engine=engine)
@@ -315,16 +315,16 @@ def test_engines_never_try_two_versions_at_once():
     machine.begin("b", 3)  # newer: b has skipped version 2
     machine.observe(make_request(rng, 0.05, version=2, engine="a"))
     machine.begin("a", 3)
-    machine.begin("b", 2)  # said late
+    machine.begin("b", 2)  # reported late
     verdict = None
     while verdict is None:
         machine.observe(make_request(rng, 0.85, version=3, engine="b"))
-        machine.look()
+        machine.evaluate()
         verdict = machine.poll()
     assert (verdict.decision, verdict.version) == ("keep", 3)
 
 
-def test_switched_off_it_never_waits():
+def test_it_never_waits_when_switched_off():
     machine, rng = on_trial(canary=False)
     window(machine, rng, 0.01)
     assert machine.may_publish
@@ -337,28 +337,28 @@ def undrafted(request):
     return replace(request, cells=cells, tries=0.0, hits=0.0, squares=0.0)
 
 
-def test_a_draft_that_control_never_uses_is_neither_kept_nor_in_the_way():
+def test_an_unused_draft_is_neither_accepted_nor_blocks_the_next():
     rng, machine = np.random.default_rng(0), canary()
     for _ in range(96):
         machine.observe(undrafted(make_request(rng, 0.6, version=1)))
     machine.begin("", 2)
     for _ in range(300):
         machine.observe(undrafted(make_request(rng, 0.6, version=2)))
-        machine.look()
+        machine.evaluate()
     assert machine.undecided and machine.may_publish and machine.poll() is None
     # Load falls, control drafts with it, and it slows requests down.
     slow = [make_request(rng, 0.05, version=2) for _ in range(60)]
     for request in slow:
         cells = {c: [made, 2.0 * made] for c, (made, _) in request.cells.items()}
         machine.observe(replace(request, cells=cells))
-        machine.look()
+        machine.evaluate()
     assert machine.poll().decision == "rollback"
 
 
-def test_a_command_to_go_back_rejects_what_the_draft_superseded_too():
+def test_a_rollback_command_also_rejects_superseded_drafts():
     machine, rng = on_trial()
     machine.observe(make_request(rng, 0.6, version=2))
     machine.begin("", 3)
-    machine.overruled(3)
+    machine.reject(3)
     machine.observe(make_request(rng, 0.1, version=2))
     assert {r.first_version for r in machine._before} == {1}

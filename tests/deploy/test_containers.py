@@ -1,4 +1,4 @@
-"""Dockerfile, compose and Kubernetes files: references resolve, rights are few."""
+"""Dockerfile, compose and Kubernetes files: references resolve, few privileges."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def tide_of(file: str) -> TideConfig:
     return parse_tide(read_json_object(str(DEPLOY / file))["tide"])
 
 
-def parsed(module: Any, words: list[str], *name: str) -> argparse.Namespace:
+def parsed(module: Any, argv: list[str], *name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser, *name)
-    return parser.parse_args(words[1:])
+    return parser.parse_args(argv[1:])
 
 
-def assert_trainer_probe(words: list[str], patience: float) -> None:
-    assert words[0] == "vllm-tide"
-    args = parsed(commands, words[1:], "status")
+def assert_trainer_probe(argv: list[str], patience: float) -> None:
+    assert argv[0] == "vllm-tide"
+    args = parsed(commands, argv[1:], "status")
     assert args.probe and args.timeout < patience
 
 
@@ -52,7 +52,7 @@ def assert_trainer_probe(words: list[str], patience: float) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction; `flags` are what it begins with, such as `--mount=...`."""
+    """One instruction; `flags` are its leading options, such as `--mount=...`."""
 
     stage: str
     name: str
@@ -60,22 +60,22 @@ class Step:
     text: str
 
     @property
-    def words(self) -> list[str]:
-        """The words of an exec form, after CMD."""
+    def argv(self) -> list[str]:
+        """Arguments of an exec form, after CMD."""
         return json.loads(self.text.removeprefix("CMD "))
 
 
 def read_steps(dockerfile: Path) -> list[Step]:
-    """Steps in order; comments and empty lines left out."""
+    """Return steps in order, without comments and empty lines."""
     lines = map(str.strip, dockerfile.read_text().splitlines())
     text = "\n".join(line for line in lines if line and not line.startswith("#"))
     steps, stage = [], ""
     for line in re.sub(r"\s*\\\n", " ", text).splitlines():
-        name, rest = line.split(maxsplit=1)
-        flags = re.match(r"(--[a-z-]+=\S+\s+)*", rest)[0]
-        rest = rest.removeprefix(flags)
-        stage = rest.split()[-1] if name == "FROM" else stage
-        steps.append(Step(stage, name, tuple(flags.split()), rest))
+        name, value = line.split(maxsplit=1)
+        flags = re.match(r"(--[a-z-]+=\S+\s+)*", value)[0]
+        value = value.removeprefix(flags)
+        stage = value.split()[-1] if name == "FROM" else stage
+        steps.append(Step(stage, name, tuple(flags.split()), value))
     return steps
 
 
@@ -84,7 +84,7 @@ UID = next(s.text.partition("=")[2] for s in STEPS if s.text.startswith("TIDE_UI
 
 
 def steps_of(target: str, name: str) -> list[Step]:
-    """Steps of a kind in the stages that a target is built from."""
+    """Return the steps of a kind in the stages that a target is built from."""
     parents = {s.stage: s.text.split()[0] for s in STEPS if s.name == "FROM"}
     chain = [target]
     while (parent := parents[chain[0]]) in parents:
@@ -92,7 +92,7 @@ def steps_of(target: str, name: str) -> list[Step]:
     return [step for step in STEPS if step.stage in chain and step.name == name]
 
 
-def test_base_image_is_the_version_that_the_patches_are_for() -> None:
+def test_the_base_image_has_the_version_of_the_patches() -> None:
     first = STEPS[0]
     assert (first.stage, first.name) == ("", "ARG")
     assert first.text == f"BASE_IMAGE=docker.io/vllm/vllm-openai:v{VLLM_VERSION}"
@@ -109,13 +109,13 @@ def test_images_run_as_vllms_user_and_report_nothing(target: str) -> None:
     )
     assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
     assert "HF_HUB_OFFLINE" not in env  # `docker run ... Qwen/Qwen3-8B` downloads
-    # A user that the image does not know (OpenShift) has neither of them.
+    # A user outside of the image's (OpenShift) has neither of them.
     assert (env["HOME"], env["USER"]) == ("/home/vllm", "vllm")
     assert steps_of(target, "WORKDIR")[-1].text == env["HOME"]
-    # Below the volume, whose root may be root's: it must be the user's own.
+    # Below the volume, which may have root as owner: the folder must be the user's.
     assert env["TIDE_RUN_DIR"] == "/run/tide/run"
-    assert env["LD_PRELOAD"] == "${LD_PRELOAD:-$PRELOAD}"  # what a base preloads
-    # Group 0 may write where something is kept.
+    assert env["LD_PRELOAD"] == "${LD_PRELOAD:-$PRELOAD}"  # preloads of a base image
+    # Group 0 may write to persistent folders.
     (made,) = (s.text for s in steps_of(target, "RUN") if "useradd" in s.text)
     folders = made.partition('install -d -o "${TIDE_UID}" -g 0 -m 0770')[2]
     named = folders.partition("&&")[0].split()
@@ -131,7 +131,7 @@ def test_one_layer_installs_the_wheel_and_applies_and_checks_the_patches(
     (install,) = (s for s in steps_of(target, "RUN") if "pip install" in s.text)
     assert install.flags == ("--mount=type=bind,source=dist,target=/wheels",)
     pip, *commands = [part.strip() for part in install.text.split("&&")]
-    # pip chooses among the wheels of both architectures; nothing comes from an index.
+    # pip chooses among the wheels of both architectures; none comes from an index.
     assert f"--no-index --find-links=/wheels vllm-tide=={VERSION}" in pip
     assert "--no-deps" in pip  # vLLM's image has the dependencies
     assert commands == [f"vllm-tide patch {do}" for do in ("apply", "check", "status")]
@@ -139,7 +139,7 @@ def test_one_layer_installs_the_wheel_and_applies_and_checks_the_patches(
 
 def test_health_checks_are_programs() -> None:
     (check,) = steps_of("serve", "HEALTHCHECK")
-    python, flag, code = check.words
+    python, flag, code = check.argv
     assert (python, flag) == ("python3", "-c")
     ast.parse(code)
     assert "'/health'" in code and "os.environ.get('PORT', 8000)" in code
@@ -147,7 +147,7 @@ def test_health_checks_are_programs() -> None:
     (check,) = steps_of("train", "HEALTHCHECK")
     patience = next(f for f in check.flags if f.startswith("--timeout="))
     assert_trainer_probe(
-        check.words, float(patience.removeprefix("--timeout=").rstrip("s"))
+        check.argv, float(patience.removeprefix("--timeout=").rstrip("s"))
     )
 
 
@@ -158,7 +158,7 @@ SERVICES: dict[str, dict[str, Any]] = BASE["services"]
 CONFIG = "kubernetes/base/tide.json"
 
 
-def test_compose_builds_stages_that_exist_and_images_named_once() -> None:
+def test_compose_builds_existing_stages_and_unique_images() -> None:
     stages = {step.stage for step in STEPS}
     for name, service in SERVICES.items():
         assert service["build"]["target"] in stages, name
@@ -174,20 +174,20 @@ def test_server_and_trainer_share_namespaces_that_outlive_them() -> None:
     for service in (serve, train):
         assert service["ipc"] == service["pid"] == "service:hold"
         assert {"run:/run/tide", "cache:/home/vllm/.cache"} <= set(service["volumes"])
-        # /dev/shm is that of the service whose IPC namespace is joined.
+        # /dev/shm belongs to the service with the joined IPC namespace.
         assert "shm_size" not in service
     assert (hold["ipc"], hold["init"], hold["shm_size"]) == ("shareable", True, "4gb")
     assert f"uid={UID}" in BASE["volumes"]["run"]["driver_opts"]["o"]
     assert tide_of(CONFIG).capture.ring_mib * 4 <= 4096
 
 
-def test_nobody_has_more_rights_or_network_than_needed() -> None:
+def test_no_service_has_more_privileges_or_network_than_needed() -> None:
     for service in SERVICES.values():
         assert service["cap_drop"] == ["ALL"]
         assert "no-new-privileges:true" in service["security_opt"]
         assert "privileged" not in service
         assert "user" not in service  # the image's, which is not root
-    # The trainer can be scraped and reaches nothing outside.
+    # The trainer can be scraped and connects to nothing outside.
     assert SERVICES["train"]["networks"] == ["inside"]
     assert BASE["networks"] == {"inside": {"internal": True}}
     assert "ports" not in SERVICES["train"]
@@ -195,7 +195,7 @@ def test_nobody_has_more_rights_or_network_than_needed() -> None:
     assert SERVICES["serve"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
-def test_prometheus_scrapes_both_and_what_is_mounted_exists() -> None:
+def test_prometheus_scrapes_both_and_every_mount_exists() -> None:
     content = yaml.safe_load((DEPLOY / "compose.monitoring.yaml").read_text())
     services = content["services"]
     config = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())
@@ -224,7 +224,7 @@ def test_an_overlay_has_one_base_and_server_and_trainer_share_the_gpu(
     assert base.endswith(f":v{VLLM_VERSION}")
     for name, service in services.items():
         for key, value in service.items():
-            if isinstance(value, list):  # Compose refuses an item that is there twice
+            if isinstance(value, list):  # Compose refuses a duplicate item
                 assert not set(value) & set(SERVICES[name].get(key, []))
     assert services["serve"] == services["train"]
     assert "devices" in services["serve"] or "deploy" in services["serve"]
@@ -238,14 +238,14 @@ def test_an_overlay_has_one_base_and_server_and_trainer_share_the_gpu(
 )
 def test_configurations_are_valid(file: str) -> None:
     tide = tide_of(file)
-    assert not tide.train.autostart  # the trainer is a container of its own
+    assert not tide.train.autostart  # the trainer is a separate container
     model = read_json_object(str(DEPLOY / file))["model"]
     assert model.startswith("/models/")
     assert tide.train.state_dir is not None
     assert tide.train.state_dir.startswith("/var/lib/tide/")
 
 
-def test_the_example_for_a_gpu_has_the_state_where_the_images_have_it() -> None:
+def test_the_gpu_example_has_its_state_where_the_images_have_it() -> None:
     text = files("vllm_tide.examples").joinpath("gpu.json").read_text("utf-8")
     assert '"state_dir": "/var/lib/tide/heads"' in text
     for file in ("README.md", "scripts/deploy/README.md"):
@@ -282,7 +282,7 @@ def named(pod: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def volume_of(pod: dict[str, Any], name: str, folder: str | Path) -> dict[str, Any]:
-    """The volume that holds a folder of a container."""
+    """Return the volume of a container's folder."""
     mounts = {m["mountPath"]: m["name"] for m in named(pod, name)["volumeMounts"]}
     places = [str(p) for p in (Path(folder), *Path(folder).parents)]
     mounted = next(mounts[p] for p in places if p in mounts)
@@ -290,7 +290,7 @@ def volume_of(pod: dict[str, Any], name: str, folder: str | Path) -> dict[str, A
 
 
 @pytest.mark.parametrize("pod", ALL_PODS)
-def test_pods_run_without_root_or_rights(pod: dict[str, Any]) -> None:
+def test_pods_run_without_root_or_privileges(pod: dict[str, Any]) -> None:
     user = pod["securityContext"]
     assert user["runAsNonRoot"] is True
     assert user["runAsUser"] == int(UID)
@@ -308,7 +308,7 @@ def test_pods_run_without_root_or_rights(pod: dict[str, Any]) -> None:
             assert_trainer_probe(probe["exec"]["command"], probe["timeoutSeconds"])
 
 
-def test_one_pod_shares_pids_memory_and_run_directory_and_calls_nobody() -> None:
+def test_one_pod_shares_pids_memory_and_run_directory_without_network() -> None:
     assert POD["shareProcessNamespace"] is True
     assert named(POD, "serve")["volumeMounts"] == named(POD, "train")["volumeMounts"]
     for path in ("/dev/shm", "/run/tide"):  # noqa: S108 - of the container
@@ -319,7 +319,7 @@ def test_one_pod_shares_pids_memory_and_run_directory_and_calls_nobody() -> None
 
 
 @pytest.mark.parametrize("documents", [ONE_POD, TWO_HOSTS])
-def test_a_policy_says_of_every_pod_who_may_reach_it(
+def test_network_policies_cover_every_pod(
     documents: list[dict[str, Any]],
 ) -> None:
     policies = [doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"]
@@ -333,16 +333,16 @@ def test_a_policy_says_of_every_pod_who_may_reach_it(
             assert rule["ports"]
 
 
-def test_two_hosts_meet_in_the_spool_and_only_there() -> None:
+def test_two_hosts_share_only_the_spool() -> None:
     made = pods(TWO_HOSTS)
     rule = made["tide-train"]["affinity"]["podAntiAffinity"]
     (rule,) = rule["requiredDuringSchedulingIgnoredDuringExecution"]
     assert rule["labelSelector"]["matchLabels"] == {"app": "tide-serve"}
     url = tide_of("kubernetes/tide-spool.json").spool.url
-    words = named(made["tide-train"], "train")["args"]
-    assert parsed(train, ["train", *words]).spool == url
+    argv = named(made["tide-train"], "train")["args"]
+    assert parsed(train, ["train", *argv]).spool == url
     for name in TARGETS:
-        # A folder below the mount: the relay refuses one that others may enter.
+        # A folder below the mount: the relay refuses one that is open to others.
         volume = volume_of(made[f"tide-{name}"], name, Path(str(url)).parent)
         assert volume["persistentVolumeClaim"]["claimName"] == "tide-spool"
     claim = next(doc for doc in TWO_HOSTS if doc["metadata"]["name"] == "tide-spool")

@@ -1,4 +1,4 @@
-"""Publishing, the canary's verdict, and what survives a restart, on shared memory."""
+"""Publication, the canary's verdict, and state after a restart, on shared memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BETTER = CycleResult(
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    # However slow the machine, every tick takes all records and looks at the canary.
-    monkeypatch.setattr("vllm_tide.deploy.deployment.LOOK_SHARE", math.inf)
+    # However slow the machine, every tick takes all records and checks the canary.
+    monkeypatch.setattr("vllm_tide.deploy.deployment.CANARY_TIME_SHARE", math.inf)
     monkeypatch.setattr("vllm_tide.sidecar.loop.LIMIT_S", math.inf)
     made = Engine(tmp_path)
     yield made
@@ -40,7 +40,7 @@ def engine(tmp_path, monkeypatch):
 
 
 def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
-    """Requests of 8 rounds, 4 drafts each, `accepted` of them taken."""
+    """Requests of 8 steps, 4 drafts each, `accepted` of them accepted."""
     for _ in range(requests):
         key = engine._random.getrandbits(64)
         doc = TOY.document(engine._random.randrange(VOCAB), 60, 3, key)
@@ -59,20 +59,20 @@ def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
 
 
 def events(engine: Engine, *names: str) -> list[dict]:
-    """Its events of these names, or all."""
+    """Return its events of these names, or all."""
     lines = (engine.run_dir / "events-test.jsonl").read_text().splitlines()
     return [e for e in map(json.loads, lines) if not names or e["event"] in names]
 
 
 def offer(sidecar) -> None:
-    """Offer another candidate that was found better."""
+    """Offer another candidate that scored better."""
     for weight in sidecar.trainer.draft.named_tensors().values():
         weight.data.mul_(1.01)
     sidecar.deployment.offer(BETTER, time.monotonic())
 
 
 def published_once(engine: Engine):
-    """A sidecar whose first publication is installed, and the weights before it."""
+    """A sidecar with its first publication installed, and the weights before it."""
     serve(engine, 60, 0, 4)
     sidecar = attach(engine)
     assert sidecar._tick()
@@ -87,8 +87,8 @@ def published_once(engine: Engine):
 def assert_sent(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
     sent = master_of(engine.weights.read())
     for name, tensor in sent.items():
-        wanted = weights[canonical_name(name)]
-        assert torch.equal(tensor, wanted.to(tensor.dtype)), name
+        expected = weights[canonical_name(name)]
+        assert torch.equal(tensor, expected.to(tensor.dtype)), name
 
 
 def assert_live(sidecar, weights: dict[str, torch.Tensor]) -> None:
@@ -104,19 +104,19 @@ def full(*_args, **_more):
     raise TransportError("no space left")
 
 
-def test_a_head_that_serves_worse_is_taken_back(engine):
+def test_a_draft_that_serves_worse_is_rolled_back(engine):
     sidecar, before = published_once(engine)
     deployment = sidecar.deployment
     assert deployment.canary.undecided
-    assert deployment.waiting_for == ""  # learning is not held back
+    assert deployment.waiting_for == ""  # training is not delayed
     serve(engine, 24, 1, 1)
     assert sidecar._tick()
     assert engine.weights.latest_version() == 2
     assert_sent(engine, before)
     assert_live(sidecar, before)
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"]) == (1, 0)
-    # The head put back is not on trial, and nothing is published for a while.
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"]) == (1, 0)
+    # The restored draft is in no canary, and nothing is published for a while.
     engine.weights.report(2, 0, "", 2.0)
     assert sidecar._tick()
     assert not deployment.canary.undecided
@@ -126,16 +126,16 @@ def test_a_head_that_serves_worse_is_taken_back(engine):
     assert engine.weights.latest_version() == 2
 
 
-def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkeypatch):
+def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeypatch):
     sidecar, _ = published_once(engine)
     serve(engine, 160, 1, 4)
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
     assert engine.weights.latest_version() == 1
     assert [e["version"] for e in events(engine, "keep")] == [1]
-    kept = sidecar.trainer.snapshot()
+    snapshot = sidecar.trainer.snapshot()
     sidecar.feeds.close()
-    # The server comes back with the checkpoint it was started with.
+    # The server restarts with the checkpoint it was started with.
     engine.weights.close()
     engine.restart()
     with monkeypatch.context() as patched:
@@ -146,9 +146,9 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkey
     again.feeds.close()
     again = attach(engine)
     assert engine.weights.latest_version() == 1
-    assert_live(again, kept)
-    assert_sent(engine, kept)
-    # An engine that refuses it is no reason to try it for ever.
+    assert_live(again, snapshot)
+    assert_sent(engine, snapshot)
+    # An engine that refuses it does not receive it for ever.
     assert heads(engine)
     engine.weights.report(0, 1, "for a reason", 0.0)
     assert again._tick()
@@ -156,14 +156,14 @@ def test_a_head_that_serves_better_is_kept_and_survives_a_restart(engine, monkey
     assert not heads(engine)
 
 
-def test_a_rollback_that_cannot_be_sent_is_tried_again(engine, monkeypatch):
+def test_a_rollback_that_cannot_be_sent_is_retried(engine, monkeypatch):
     sidecar, before = published_once(engine)
     monkeypatch.setattr("vllm_tide.deploy.deployment.RETRY_S", 0.0)
     monkeypatch.setattr(sidecar.feeds.reference, "publish", full)
     serve(engine, 24, 1, 1)
     assert sidecar._tick()
     assert engine.weights.latest_version() == 1
-    assert "no engine could be sent" in sidecar.deployment.waiting_for
+    assert "no engine has received" in sidecar.deployment.waiting_for
     assert sidecar._tick()
     assert [e["rollback_of"] for e in events(engine, "unpublished")] == [1]
     monkeypatch.undo()
@@ -173,8 +173,8 @@ def test_a_rollback_that_cannot_be_sent_is_tried_again(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
-def test_a_head_that_is_refused_leaves_the_good_weights(engine, rolled_back):
-    """Also when what is refused is the draft that a rollback puts back."""
+def test_a_refused_draft_leaves_the_good_weights(engine, rolled_back):
+    """Also if the refused draft is the one that a rollback restores."""
     if rolled_back:
         sidecar, before = published_once(engine)
         serve(engine, 24, 1, 1)
@@ -202,11 +202,11 @@ def test_a_candidate_that_cannot_be_sent_is_offered_again(engine, monkeypatch):
     assert [e["reason"] for e in events(engine, "unpublished")] == ["no space left"]
     assert sidecar.deployment.published == 0
     offer(sidecar)
-    # A number is used once, whether anybody was sent the head or not.
+    # A version is used once, even if no engine received the draft.
     assert sidecar.deployment.published == engine.weights.latest_version() == 2
 
 
-def test_without_a_canary_a_head_is_kept_at_once_and_publications_are_apart(engine):
+def test_without_a_canary_a_draft_is_accepted_at_once(engine):
     engine.manifest.tide["deploy"] = {"canary": False, "min_requests": 10_000}
     engine.announce()
     sidecar, _ = published_once(engine)
@@ -217,9 +217,7 @@ def test_without_a_canary_a_head_is_kept_at_once_and_publications_are_apart(engi
     assert "spacing" in sidecar.deployment.waiting_for
 
 
-def test_mode_tide_asks_for_metadata_records_until_something_shifts(
-    engine, monkeypatch
-):
+def test_mode_tide_collects_metadata_until_a_shift(engine, monkeypatch):
     monkeypatch.setattr("vllm_tide.deploy.schedule.INIT_REQUESTS", 4)
     engine.manifest.tide["schedule"] = {"mode": "tide"}
     engine.announce()
@@ -235,7 +233,7 @@ def test_mode_tide_asks_for_metadata_records_until_something_shifts(
     assert engine.status()["schedule"]["mode"] == "tide"
 
 
-def test_a_checkpoint_of_the_live_version_is_gone_on_from(engine):
+def test_a_checkpoint_of_the_live_version_is_resumed(engine):
     engine.manifest.tide["train"] |= {"checkpoint_cycles": 1, "steps_per_cycle": 2}
     engine.manifest.tide["deploy"] = {"canary": False}
     engine.announce()
@@ -272,19 +270,19 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
     )
 
 
-def test_a_served_head_whose_weights_are_lost_gives_way_to_a_known_one(engine):
+def test_a_served_draft_with_lost_weights_is_replaced_by_a_stored_one(engine):
     engine.weights.report(5)  # and the segment is empty
     sidecar = attach(engine)
     assert engine.weights.latest_version() == 6
     assert_sent(engine, sidecar.trainer.snapshot())
-    (told,) = events(engine, "restored")
-    assert (told["version"], told["stored"]) == (6, 0)
+    (event,) = events(engine, "restored")
+    assert (event["version"], event["stored"]) == (6, 0)
     engine.weights.report(6, 0, "", 2.0)
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
 
 
-def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(engine):
+def test_a_rollback_skips_a_canary_draft_and_its_better_successor(engine):
     sidecar, first = published_once(engine)
     deployment = sidecar.deployment
     offer(sidecar)
@@ -296,9 +294,9 @@ def test_a_better_head_supersedes_one_under_canary_and_a_rollback_skips_both(eng
     assert sidecar._tick()
     assert engine.weights.latest_version() == 3
     assert_sent(engine, first)
-    (told,) = events(engine, "rollback")
-    assert (told["version"], told["to"]) == (2, 0)
-    assert "served speed over plain" in told["reason"]
+    (event,) = events(engine, "rollback")
+    assert (event["version"], event["to"]) == (2, 0)
+    assert "served speed over plain" in event["reason"]
     sidecar._update_status(force=True)
     canary = engine.status()["canary"]
     assert canary["change"] < -0.5 < 0 < canary["error"]

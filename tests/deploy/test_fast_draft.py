@@ -1,4 +1,4 @@
-"""The fast draft's steps against algorithm 1, its scores, and what fades."""
+"""The fast draft's steps against algorithm 1, its scores, and its decay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT, DEPTH = 4, 3
 
 
 def rows_of(tokens):
-    """Features and teachers of tokens, whatever came before them."""
+    """Return features and teachers of tokens, whatever came before them."""
     x = torch.tensor(tokens)
     return TOY.features(x), TOY.head[TOY.next_token(x)]
 
@@ -40,7 +40,7 @@ def record(key, start, tokens, accepted, phase=VERIFY, **more) -> Record:
 
 
 class Stream:
-    """A request that runs: a prompt, then verify steps with rejected tokens."""
+    """An open request: a prompt, then verify steps with rejected tokens."""
 
     def __init__(self, key: int, seed: int = 0) -> None:
         self.key, self.random = key, np.random.default_rng(seed)
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Reference:
-    """Algorithm 1 in float64: what is drafted from a row, one step of Adam on it."""
+    """Algorithm 1 in float64: drafts of a row, and one step of Adam on it."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self.draft, config = draft, draft.config
@@ -89,7 +89,7 @@ class Reference:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def layer(self, tokens, hidden, positions, keys, values):
-        """One layer for n rows; the last one sees all keys, its own included."""
+        """Compute one layer for n rows; the last one attends to all keys."""
         at, size = "midlayer.self_attn.", len(tokens)
         e = self.norm(TOY.embed[tokens].double(), "midlayer.input_layernorm.weight")
         z = torch.cat([e, self.norm(hidden, "midlayer.hidden_norm.weight")], -1)
@@ -112,7 +112,7 @@ class Reference:
         return a + self.w["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up)
 
     def update(self, before, chain):
-        """One step; `before` tokens are committed, `chain` was drafted from."""
+        """Run one step; `before` tokens are committed, `chain` was drafted from."""
         features, _ = rows_of(before)
         hidden = features.double() @ self.w["fc.weight"].T
         inputs = torch.tensor([*before[1:], chain[0]])
@@ -151,14 +151,14 @@ def engine(tmp_path):
 
 def until_stepped(sidecar) -> None:
     before = sidecar.fast.steps
-    for _ in range(100_000):  # it rests as long as it worked
+    for _ in range(100_000):  # it sleeps as long as it worked
         assert sidecar._tick()
         if sidecar.fast.steps > before:
             return
     raise AssertionError("no step was made")
 
 
-def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypatch):
+def test_exact_is_test_time_speculation_and_restores_the_base(engine, monkeypatch):
     clone = Eagle3Draft.clone
     monkeypatch.setattr(Eagle3Draft, "clone", lambda d, *a: clone(d, *a).double())
     monkeypatch.setattr(steps, "COMPUTE_DTYPE", torch.float64)
@@ -191,15 +191,15 @@ def test_exact_is_test_time_speculation_and_gives_the_base_back(engine, monkeypa
     sidecar.feeds.close()
 
 
-def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
+def test_a_step_of_exact_leaves_out_tokens_outside_the_draft_vocabulary():
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
-    canvas = assembler.canvas(7, 256)
-    assert canvas.loss_from == PROMPT
-    drafting = canvas.loss_from - canvas.start - 1
+    sample = assembler.last_verify_step(7, 256)
+    assert sample.loss_from == PROMPT
+    drafting = sample.loss_from - sample.start - 1
     trainer = toy_trainer(0)
-    known = torch.ones(canvas.num_tokens, dtype=torch.bool)
+    known = torch.ones(sample.num_tokens, dtype=torch.bool)
     results = []
     for position in (None, PROMPT, PROMPT + 1):
         known[:] = True
@@ -207,7 +207,7 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
             known[position] = False
         step = FastStep(TOY.draft(), TOY.rows, trainer.config)
         step.drafting = drafting
-        batch = pack([replace(canvas, in_vocab=known.clone())], branches=False)
+        batch = pack([replace(sample, in_vocab=known.clone())], branches=False)
         results.append(step.run(batch))
     whole, first, second = results
     assert [r.num_loss_rows for r in results] == [3, 2, 2]
@@ -217,49 +217,49 @@ def test_a_step_of_exact_leaves_out_what_a_pruned_draft_cannot_say():
 
 
 @pytest.mark.parametrize("how", ["shared", "exact"])
-def test_behind_a_drafted_row_the_teacher_says_what_a_pruned_draft_can_say(how):
+def test_the_teacher_behind_a_drafted_row_is_pruned_too(how):
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assembler.add(stream.prefill(), 0.0)
     assembler.add(stream.verify(1), 0.0)
-    canvas = assembler.canvas(7, 256)
+    sample = assembler.last_verify_step(7, 256)
     fast = object.__new__(FastDraft)
     even = VocabMap.from_target_ids(torch.arange(0, VOCAB, 2), VOCAB)
     live = SimpleNamespace(vocab=even)
-    fast._how, fast._trainer = how, SimpleNamespace(live=live, target=TOY.rows)
-    known, first = fast._marked(canvas).in_vocab, canvas.loss_from - canvas.start
-    assert torch.equal(known[: first - 1], canvas.tokens[1:first] % 2 == 0)
+    fast._mode, fast._trainer = how, SimpleNamespace(live=live, target=TOY.rows)
+    known, first = fast._mark_vocab(sample).in_vocab, sample.loss_from - sample.start
+    assert torch.equal(known[: first - 1], sample.tokens[1:first] % 2 == 0)
     if how == "exact":
-        best = (canvas.teacher_hidden[first:] @ TOY.head.T).argmax(-1)
+        best = (sample.teacher_hidden[first:] @ TOY.head.T).argmax(-1)
         assert torch.equal(known[first:], best % 2 == 0)
     else:
-        assert torch.equal(known[first:-1], canvas.tokens[first + 1 :] % 2 == 0)
+        assert torch.equal(known[first:-1], sample.tokens[first + 1 :] % 2 == 0)
 
 
-def test_canvas_holds_what_was_drafted_last():
+def test_last_verify_step_has_the_last_drafted_tokens():
     assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
     assert assembler.add(stream.prefill(), 0.0) == []
-    assert assembler.canvas(7, 256) is None
+    assert assembler.last_verify_step(7, 256) is None
     assembler.add(stream.verify(3), 0.0)
     before = list(stream.tokens)
     last = stream.verify(0)
     assembler.add(last, 0.0)
-    canvas = assembler.canvas(7, 2)
-    assert canvas.loss_from == len(before)
-    assert canvas.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
-    assert canvas.start == len(before) - 3
-    features, hidden = rows_of(canvas.tokens.tolist())
-    torch.testing.assert_close(canvas.features, features)
-    torch.testing.assert_close(canvas.teacher_hidden, hidden)
-    assert canvas.valid.tolist() == [False] * 3 + [True] * DEPTH
-    # A step of the memory's, and one whose draft was cut short.
+    sample = assembler.last_verify_step(7, 2)
+    assert sample.loss_from == len(before)
+    assert sample.tokens.tolist() == before[-3:] + last.token_ids[:-1].tolist()
+    assert sample.start == len(before) - 3
+    features, hidden = rows_of(sample.tokens.tolist())
+    torch.testing.assert_close(sample.features, features)
+    torch.testing.assert_close(sample.teacher_hidden, hidden)
+    assert sample.valid.tolist() == [False] * 3 + [True] * DEPTH
+    # A step of the memory, and one with a shortened draft.
     assembler.add(replace(stream.verify(1), memory=True), 0.0)
-    assert assembler.canvas(7, 2).loss_from == len(before)
-    assert assembler.rounds(7) == 2
+    assert assembler.last_verify_step(7, 2).loss_from == len(before)
+    assert assembler.num_verify_steps(7) == 2
     start, short = len(stream.tokens), stream.verify(0)
     short.token_ids[2:] = -1
     assembler.add(short, 0.0)
-    assert assembler.canvas(7, 2).loss_from == start
-    assert int(assembler.canvas(7, 2).valid.sum()) == 1
+    assert assembler.last_verify_step(7, 2).loss_from == start
+    assert int(assembler.last_verify_step(7, 2).valid.sum()) == 1
 
 
 def test_windows_of_an_open_request_teach_every_row_once():

@@ -23,7 +23,7 @@ def schedule(mode, *, min_new_tokens=100, day0=False):
 
 
 def shared(value):
-    """A request of which `value` (of 1000) first tokens were accepted."""
+    """Return a request with `value` (of 1000) first tokens accepted."""
     n = round(1000 * value)
     return ServedRequest(key=1, tries=1000.0, hits=float(n), squares=1000.0)
 
@@ -39,7 +39,7 @@ def test_always_trains_on_new_data_only():
 
 
 def literal(values, cycles):
-    """Algorithm 1 written down again: states after each request.
+    """Compute algorithm 1 independently: states after each request.
 
     `cycles` maps a request to the outcome of the cycle that ends after it.
     """
@@ -94,7 +94,7 @@ def test_requests_with_little_evidence_make_a_value_together():
     for _ in range(6):
         machine.observe(short)
     assert machine.averages.count == 2  # 18 tries each
-    # One look of weight 50 is one look.
+    # One observation of weight 50 is one observation.
     rare = ServedRequest(key=1, tries=50.0, hits=50.0, squares=2500.0)
     for _ in range(15):
         machine.observe(rare)
@@ -108,6 +108,6 @@ def test_snapshot_is_json_at_any_time():
     json.dumps(machine.snapshot(), allow_nan=False)
     for _ in range(40):
         machine.observe(shared(0.5))
-    found = json.loads(json.dumps(machine.snapshot(), allow_nan=False))
-    assert found["mode"] == "tide"
-    assert found["short"] == pytest.approx(0.5)
+    snapshot = json.loads(json.dumps(machine.snapshot(), allow_nan=False))
+    assert snapshot["mode"] == "tide"
+    assert snapshot["short"] == pytest.approx(0.5)

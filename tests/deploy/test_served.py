@@ -1,4 +1,4 @@
-"""Requests put together from verification records, and their groups."""
+"""Requests rebuilt from verification records, and their groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_tide.deploy.groups import FOUNDING_TOKENS, MIN_TOKENS, Groups
+from vllm_tide.deploy.groups import MIN_CREATE_TOKENS, MIN_TOKENS, Groups
 from vllm_tide.deploy.served import ServedRequests, bucket_of
 
 PREFILL, VERIFY = 0, 1
@@ -18,7 +18,7 @@ def record(
     start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False,
     first=0, cost=1.0, concurrency=4, chance=1.0, memory=False,
 ):  # fmt: skip
-    """A record as the ring gives it; VERIFY when `accepted` is given."""
+    """Return a record as the ring gives it; VERIFY when `accepted` is given."""
     verify = accepted is not None
     return SimpleNamespace(
         key=key,
@@ -56,7 +56,7 @@ def test_tokens_and_cost_of_every_decode_step_are_counted():
         record(13, 4, 0, cost=1.5),
         record(14, 4, 3, cost=1.25),
         record(18, 1, 0),  # no draft
-        record(19, 1, cost=0.0),  # of a server whose control failed
+        record(19, 1, cost=0.0),  # of a server with failed control
         end_record(),
     )
     assert request.cells == {(0, 3, 0): [3 + 1 + 4 + 1, 1.5 + 1.5 + 1.25 + 1.0]}
@@ -65,13 +65,13 @@ def test_tokens_and_cost_of_every_decode_step_are_counted():
     assert request.whole and request.ended
 
 
-def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
+def test_first_tokens_are_weighted_by_their_verify_chance():
     (request,) = serve(
         record(0, 10),
         record(10, 4, 2),
         record(13, 2, 0),
         record(14, 3, 1, chance=0.1),
-        record(16, 2, 1, chance=0.0),  # the chance is not known
+        record(16, 2, 1, chance=0.0),  # the chance is unknown
         record(18, 1, 0),  # nothing was verified
         end_record(),
     )
@@ -81,13 +81,13 @@ def test_first_tokens_are_weighted_by_the_chance_that_they_were_verified():
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_steps_of_memory_and_fast_draft_say_nothing_of_the_deployed_one(memory):
+def test_steps_of_memory_and_fast_draft_do_not_count_for_the_deployed_one(memory):
     begin = record(0, 10)
     shown = [record(10, 4, 2, cost=1.5), record(17, 3, 0), record(18, 1, 0)]
     hidden = [
         record(13, 4, 3, cost=1.1, memory=memory),
         record(19, 4, 0, memory=memory),
-        record(20, 1, 0, memory=memory),  # nothing of it was worth verifying
+        record(20, 1, 0, memory=memory),  # none of it was worth verifying
     ]
     (without,) = serve(begin, *shown, end_record(), groups=Groups())
     served = ServedRequests(Groups())
@@ -100,7 +100,7 @@ def test_steps_of_memory_and_fast_draft_say_nothing_of_the_deployed_one(memory):
         assert getattr(among, name) == getattr(without, name), name
 
 
-def test_a_request_that_a_fast_draft_served_whole_says_nothing():
+def test_a_request_served_by_a_fast_draft_alone_does_not_count():
     served = ServedRequests()
     for item in (record(0, 10), record(10, 4, 2), record(13, 2, 1)):
         served.add(item, "e", 0.0, fast=item.start >= 10)
@@ -134,21 +134,24 @@ def test_a_request_that_spans_a_swap_counts_up_to_the_swap():
         record(0, 10, version=4),
         record(10, 4, 1, version=4),
         record(12, 4, 3, version=5),
-        record(16, 4, 3, version=4),  # said late
+        record(16, 4, 3, version=4),  # reported late
         end_record(),
     )
     assert request.versions == (4, 5, 4)
     assert request.cells == {(0, 3, 0): [2, 1]}
 
 
-def test_open_requests_are_listed_in_the_order_in_which_they_began():
+def test_open_requests_are_listed_in_order_of_their_begin():
     served = ServedRequests()
     for key in (8, 7, 6):
         served.add(record(0, 10, key=key), "e", 0.0)
     for key in (7, 8):
         served.add(record(10, 4, 2, key=key), "e", 1.0)
-    found = sorted(served.open_requests(), key=lambda r: r.began)
-    assert [(r.key, r.began, r.ended) for r in found] == [(8, 1, False), (7, 2, False)]
+    requests = sorted(served.open_requests(), key=lambda r: r.began)
+    assert [(r.key, r.began, r.ended) for r in requests] == [
+        (8, 1, False),
+        (7, 2, False),
+    ]
     (ended,) = served.add(end_record(8), "e", 2.0)
     assert ended.began == 1 and ended.ended
     assert [r.key for r in served.open_requests()] == [7]
@@ -162,13 +165,13 @@ def test_open_requests_are_listed_in_the_order_in_which_they_began():
         record(12, 2),
     ],
 )
-def test_a_request_whose_beginning_was_missed_is_not_whole(first):
+def test_a_request_with_a_missed_beginning_is_not_whole(first):
     (request,) = serve(first, end_record())
     assert not request.whole
 
 
 @pytest.mark.parametrize("first", [record(8, 2), record(9, 1, 0)])
-def test_a_prefix_cached_prompt_is_whole_and_a_last_record_with_rows_counts(first):
+def test_a_prefix_cached_prompt_is_whole_and_a_last_records_rows_count(first):
     (request,) = serve(first, record(10, 4, 3, finished=True))
     assert request.whole
     assert request.cells == {(0, 3, 2): [4, 1]}
@@ -184,12 +187,12 @@ def test_requests_of_two_engines_with_one_key_are_two():
     assert (a.hits, b.hits) == (1, 0)
 
 
-def test_an_unknown_request_s_end_and_a_negative_position_say_nothing():
+def test_an_unknown_requests_end_and_a_negative_position_do_not_count():
     assert serve(end_record()) == []
     assert serve(record(-3, 10), end_record()) == []
 
 
-def test_idle_requests_and_those_above_the_limit_are_handed_out():
+def test_idle_requests_and_those_above_the_limit_are_returned():
     served = ServedRequests(max_open=2, idle_s=10.0)
     assert served.add(record(0, 10, key=1), "e", 0.0) == []
     assert served.add(record(0, 10, key=2), "e", 5.0) == []
@@ -200,7 +203,7 @@ def test_idle_requests_and_those_above_the_limit_are_handed_out():
     assert served.flush_idle(1e9) == []
 
 
-def test_a_group_is_found_from_committed_tokens_nearest_to_the_generation():
+def test_the_nearest_group_of_committed_tokens_is_chosen():
     class Spy(Groups):
         def assign(self, token_ids):
             self.got = list(token_ids)
@@ -255,7 +258,7 @@ VOCAB = 4096
 
 
 class Domain:
-    """Zipf over a vocabulary; a share of the tokens is common to all domains."""
+    """Return a Zipf distribution; a share of the tokens is common to all domains."""
 
     def __init__(self, seed: int, common: float = 0.35) -> None:
         rng = np.random.default_rng(seed)
@@ -267,7 +270,7 @@ class Domain:
         self.chances = (1 - common) * own + common * shared
 
     def request(self, rng, size=None):
-        """Tokens of one request, with a topic of its own."""
+        """Return tokens of one request on a separate topic."""
         size = int(rng.integers(80, 250)) if size is None else size
         topic = rng.integers(0, VOCAB, 12)
         tokens = rng.choice(VOCAB, size, p=self.chances)
@@ -281,7 +284,7 @@ def assign(groups, domains, order, rng):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mixed_domains_are_told_apart_and_one_stays_one(seed):
+def test_mixed_domains_are_separated_and_one_stays_one(seed):
     rng = np.random.default_rng(seed)
     order = rng.integers(0, 4, 400).tolist()
     ids = assign(Groups(), [Domain(10 * seed + d) for d in range(4)], order, rng)
@@ -291,33 +294,33 @@ def test_mixed_domains_are_told_apart_and_one_stays_one(seed):
     assert sum(of_most.values()) > 0.95 * 250
     groups = Groups()
     alone = Counter(assign(groups, [Domain(seed)], [0] * 200, rng))
-    assert alone.most_common(1)[0][1] >= 0.7 * 200 and groups.num_founded <= 2
+    assert alone.most_common(1)[0][1] >= 0.7 * 200 and groups.num_created <= 2
 
 
-def test_a_new_domain_founds_a_group_at_once():
+def test_a_new_domain_forms_a_group_at_once():
     rng = np.random.default_rng(1)
     groups = Groups()
     assign(groups, [Domain(0)], [0] * 100, rng)
-    before = groups.num_founded
+    before = groups.num_created
     first = groups.assign(Domain(1).request(rng))
-    assert groups.num_founded == before + 1
+    assert groups.num_created == before + 1
     again = [groups.assign(Domain(1).request(rng)) for _ in range(20)]
     assert again.count(first) >= 18
 
 
-def test_short_requests_join_but_found_nothing():
+def test_short_requests_join_but_form_no_group():
     rng = np.random.default_rng(0)
     groups, domain = Groups(), Domain(0)
     assert groups.assign(domain.request(rng, MIN_TOKENS - 1)) == -1
     assert groups.assign(domain.request(rng, 200)) == 0
     for _ in range(50):
         groups.assign(domain.request(rng, 200))
-    short = Domain(1).request(rng, FOUNDING_TOKENS - 1)
+    short = Domain(1).request(rng, MIN_CREATE_TOKENS - 1)
     assert groups.assign(short) == 0
     assert groups.ids == (0,)
 
 
-def test_number_of_groups_is_bounded_and_idle_ones_give_way():
+def test_the_number_of_groups_is_bounded_and_idle_ones_are_replaced():
     rng = np.random.default_rng(0)
     groups = Groups(max_groups=2)
     domains = [Domain(d) for d in range(3)]

@@ -38,16 +38,16 @@ def damage(path, at=-3):
     path.write_bytes(data)
 
 
-def test_what_is_put_comes_back_to_the_bit(tmp_path):
+def test_a_stored_draft_is_read_back_to_the_bit(tmp_path):
     ours = store(tmp_path)
     assert ours.newest() is None
     path = ours.put(
-        tensors(), 7, held_out={"acceptance": 2.5}, served={"length": float("nan")}
+        tensors(), 7, holdout={"acceptance": 2.5}, served={"length": float("nan")}
     )
     head = store(tmp_path).newest()
     assert head.path == path
     assert (head.version, head.fingerprint) == (7, OURS)
-    assert head.held_out == {"acceptance": 2.5}
+    assert head.holdout == {"acceptance": 2.5}
     assert head.served == {"length": None}
     assert set(head.tensors) == set(tensors())
     for name, value in tensors().items():
@@ -55,10 +55,10 @@ def test_what_is_put_comes_back_to_the_bit(tmp_path):
         assert torch.equal(head.tensors[name], value)
 
 
-def test_keeps_the_last_three_of_each_fingerprint(tmp_path):
+def test_the_last_three_of_each_fingerprint_are_stored(tmp_path):
     ours, other = store(tmp_path), store(tmp_path, fingerprint="f" * 64)
     ours.put(tensors(), 1)
-    for version in (7, 8, 9, 1, 2):  # a restarted server counts anew
+    for version in (7, 8, 9, 1, 2):  # a restarted server counts from 1
         other.put(tensors(version), version)
     assert ours.newest().version == 1
     assert [h.version for h in other.drafts()] == [2, 1, 9]
@@ -75,7 +75,7 @@ def test_files_are_private(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
-def test_damaged_is_passed_over_with_the_reason(tmp_path, suffix, how):
+def test_damaged_drafts_are_skipped_with_the_reason(tmp_path, suffix, how):
     ours = store(tmp_path)
     ours.put(tensors(0), 1)
     path = ours.put(tensors(1), 2).with_suffix(suffix)
@@ -99,7 +99,7 @@ def test_a_foreign_manifest_is_refused(tmp_path, text):
         read_draft(path)
 
 
-def test_a_head_of_another_target_is_refused(tmp_path):
+def test_a_draft_of_another_target_is_refused(tmp_path):
     path = store(tmp_path).put(tensors(), 1)
     with pytest.raises(DraftRefused, match="another target or draft"):
         read_draft(path, "0" * 64)
@@ -128,7 +128,7 @@ def test_not_finite_is_never_stored(tmp_path):
     assert list(ours.directory.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
+def test_files_of_a_killed_writer_are_removed_in_time(tmp_path):
     ours = store(tmp_path)
     path = ours.put(tensors(), 1)
     left = [path.with_name(path.name.replace("0001", "0000"))]
@@ -143,7 +143,7 @@ def test_what_a_killed_writer_left_is_removed_in_time(tmp_path):
     assert young.exists()
 
 
-def test_files_that_are_not_its_own_are_left(tmp_path):
+def test_foreign_files_are_left_alone(tmp_path):
     ours = store(tmp_path)
     names = ("ubuntu.iso.part", "thesis.tmp", ".draft.tmp", ".x.part", "tmpab12.tmp")
     theirs = [ours.directory / name for name in names]
@@ -154,7 +154,7 @@ def test_files_that_are_not_its_own_are_left(tmp_path):
     assert [file for file in theirs if not file.exists()] == []
 
 
-def test_a_bad_head_can_be_dropped(tmp_path):
+def test_a_bad_draft_can_be_dropped(tmp_path):
     ours = store(tmp_path)
     ours.put(tensors(0), 1)
     ours.put(tensors(1), 2)

@@ -1,4 +1,4 @@
-"""`scripts/wheel.sh` and `install.sh --wheel`, as far as no package index is needed."""
+"""`scripts/wheel.sh` and `install.sh --wheel`, the steps without a package index."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 WHEEL, INSTALL = ROOT / "scripts" / "wheel.sh", ROOT / "scripts" / "install.sh"
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", *map(str, words)], capture_output=True, text=True, timeout=60
+        ["bash", *map(str, argv)], capture_output=True, text=True, timeout=60
     )
 
 
@@ -26,7 +26,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_wheel_of_other_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    """Of these it is gone on with, as far as the environment, which cannot be made."""
+    """A matching wheel is accepted up to the environment, which cannot be made."""
     wheel = tmp_path / "vllm_tide-0.2.0-cp311-abi3-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as packed:
         for path in [*ROOT.glob("vllm_tide/**/*.py"), ROOT / "patches" / "series"]:
@@ -40,5 +40,5 @@ def test_a_wheel_of_other_sources_is_refused(
     monkeypatch.setenv("PYTHON", str(python))
     done = run(INSTALL, "--venv", tmp_path / "venv", "--wheel", wheel)
     assert done.returncode == 1
-    said = "was not built of the sources in" if changed else "cannot make a virtual"
-    assert said in done.stderr
+    message = "was not built of the sources in" if changed else "cannot make a virtual"
+    assert message in done.stderr

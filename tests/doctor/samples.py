@@ -58,7 +58,7 @@ def write_draft(folder, tensors=None, **overrides):
 
 
 def make_subject(tmp_path, section=None, *, draft=None, model=None, **fields):
-    """A subject with a `tide` section, as if it came from a file."""
+    """Return a subject with a `tide` section, as if read from a file."""
     speculative = {"tide": section or {}}
     if draft is not None:
         speculative["model"] = str(draft)
@@ -73,6 +73,6 @@ def make_subject(tmp_path, section=None, *, draft=None, model=None, **fields):
 
 
 def examined(subject, check):
-    """The one finding of one check."""
+    """Return the one finding of one check."""
     (finding,) = examine(subject, (check,))
     return finding

@@ -1,4 +1,4 @@
-"""The command: exit codes, JSON, and what it leaves alone."""
+"""The command: exit codes, JSON, and no side effects."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def test_a_bad_knob_exits_2_and_is_in_the_json(tmp_path, capsys):
 
 
 @pytest.mark.vllm
-def test_a_sound_setting_has_no_failure_and_leaves_nothing(tmp_path, capsys):
+def test_a_valid_setting_has_no_failure_and_leaves_nothing(tmp_path, capsys):
     target = write_model(tmp_path / "target", TARGET)
     draft = write_draft(tmp_path / "draft")
     file = tmp_path / "tide.json"

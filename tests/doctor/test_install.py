@@ -1,4 +1,4 @@
-"""The installation as it is, and as planted: packages, patches, extension."""
+"""The installation as it is, and with faults: packages, patches, extension."""
 
 import builtins
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_tide.doctor.run import Status, examine
 
 
 def plant(monkeypatch, folder, name, version, *more):
-    """Let an installed vLLM be one with this metadata."""
+    """Replace the installed vLLM by one with this metadata."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *more]
@@ -41,7 +41,7 @@ def test_versions_are_compared_with_what_vllm_requires(monkeypatch, tmp_path):
     findings = versions()
     assert findings["Python"].status is Status.OK
     assert findings["numpy"].status is Status.FAILED
-    assert "vLLM asks for ==0.1" in findings["numpy"].sentence
+    assert "vLLM requires ==0.1" in findings["numpy"].sentence
     version = install.metadata.version("safetensors")
     assert findings["safetensors"].status is Status.OK
     assert findings["safetensors"].sentence == f"{version}."
@@ -75,7 +75,7 @@ def test_a_missing_package_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "sentence"),
     [
         ("cuda: Optional[str] = None\nhip: Optional[str] = None", "CPU"),
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "CUDA 13.0"),
@@ -84,8 +84,8 @@ def test_a_missing_package_fails(monkeypatch):
         (None, None),
     ],
 )
-def test_torch_s_build_is_read_without_importing_it(
-    tmp_path, monkeypatch, lines, words
+def test_torchs_build_is_read_without_importing_it(
+    tmp_path, monkeypatch, lines, sentence
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(install.util, "find_spec", lambda name: spec)
@@ -94,7 +94,9 @@ def test_torch_s_build_is_read_without_importing_it(
         text = text.replace("'2.13.0'\n(", "(")  # a damaged file
         (tmp_path / "version.py").write_text(text)
     build = install.torch_build()
-    assert (build and (build.version, str(build))) == (words and ("2.13.0", words))
+    assert (build and (build.version, str(build))) == (
+        sentence and ("2.13.0", sentence)
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_the_device_is_chosen_as_vllm_does(
     assert install.vllm_device() == device
 
 
-def test_an_extension_that_is_wrong_or_does_not_load_fails(monkeypatch):
+def test_a_wrong_or_unloadable_extension_fails(monkeypatch):
     assert examined(None, "extension").status is Status.OK
     with monkeypatch.context() as patch:
         patch.setattr(_shm, "crc32c", lambda data: 0)
@@ -153,7 +155,7 @@ def test_each_missing_patch_is_named(world):
     (world.package / "b.py").write_bytes(pristine.read_bytes())
     finding = patch_state(world.site, world.patches)
     assert finding.status is Status.FAILED
-    assert "Not in place: edit-number-1." in finding.sentence
+    assert "Not applied: edit-number-1." in finding.sentence
     world.apply()
     with (world.package / "a.py").open("a") as file:
         file.write("another edit\n")

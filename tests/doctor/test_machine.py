@@ -21,7 +21,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
 
 @pytest.fixture
 def space(monkeypatch):
-    """Let every file system have a size and free bytes, the system free memory."""
+    """Set size and free bytes of every file system, and the free memory."""
 
     def plant(size, free, available=1 << 40):
         status = SimpleNamespace(f_blocks=size, f_bavail=free, f_frsize=1)
@@ -58,7 +58,7 @@ def test_the_ring_and_two_slots_of_twice_the_draft_are_needed(
     assert "needs 0 MiB (ring 0 MiB, weights 0 MiB)" in sentence
 
 
-def test_shared_memory_that_is_missing_or_full_fails(tmp_path, monkeypatch):
+def test_missing_or_full_shared_memory_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "SHM_DIR", tmp_path / "gone")
     finding = examined(make_subject(tmp_path), "shared_memory")
     assert finding.status is Status.FAILED
@@ -100,7 +100,7 @@ def test_run_directories(tmp_path):
 
 
 @ROOT_ONLY
-def test_another_user_s_run_directory_fails(tmp_path):
+def test_another_users_run_directory_fails(tmp_path):
     os.chown(tmp_path, 12345, -1)
     status, sentence = run_directory(tmp_path)
     assert status is Status.FAILED
@@ -128,10 +128,10 @@ def spool(url):
     return finding.status, finding.sentence
 
 
-def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path):
+def test_a_spool_is_listed_and_a_missing_one_is_not_made(tmp_path):
     folder = tmp_path / "spool"
     url = f"file://{folder}"
-    assert "is made by the relay" in spool(url)[1]
+    assert "will be created by the relay" in spool(url)[1]
     assert not folder.exists()
     folder.mkdir(mode=0o700)
     (folder / "engine").mkdir()
@@ -141,13 +141,13 @@ def test_a_spool_is_listed_and_a_missing_one_not_made(tmp_path):
     folder.chmod(0o777)
     status, sentence = spool(url)
     assert status is Status.FAILED
-    assert "open to every user" in sentence
+    assert "accessible to all users" in sentence
     status, sentence = spool("nonsense://user:secret@host/x")
     assert status is Status.FAILED
     assert "secret" not in sentence
 
 
-def test_a_back_end_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
+def test_an_unresponsive_back_end_is_given_up(monkeypatch, tmp_path):
     def hang(url):
         time.sleep(0.05)
         raise TransportError("too late")

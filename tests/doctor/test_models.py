@@ -1,4 +1,4 @@
-"""The configuration, and draft against target: the server's sentences, from headers."""
+"""The configuration, and draft against target: the server's messages, from headers."""
 
 import pytest
 
@@ -31,16 +31,16 @@ def fit_of(tmp_path, section=None, **models):
         ({}, "layers [1, 2, 3]"),
         ({"hidden_size": 128}, "its hidden_size is 128, but the target's hidden size"),
         ({"vocab_size": 321}, "its vocab_size is 321"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "the ids must lie in 0..4"),
-        ({"hidden_act": "gelu"}, "The trainer cannot take the draft"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, "the ids must be distinct"),
+        ({"hidden_act": "gelu"}, "The trainer cannot load the draft"),
         ({"intermediate_size": 64}, "has shape (64, 128)"),
     ],
 )
-def test_a_draft_is_held_against_the_target(tmp_path, target, change, part):
+def test_a_draft_is_checked_against_the_target(tmp_path, target, change, part):
     draft = write_draft(tmp_path / "d", **change)
-    found = fit_of(tmp_path, draft=draft, model=target)
-    assert found.status is (Status.FAILED if change else Status.OK)
-    assert part in found.sentence
+    finding = fit_of(tmp_path, draft=draft, model=target)
+    assert finding.status is (Status.FAILED if change else Status.OK)
+    assert part in finding.sentence
 
 
 def test_files_that_are_no_whole_draft_fail(tmp_path, target):
@@ -50,12 +50,12 @@ def test_files_that_are_no_whole_draft_fail(tmp_path, target):
     assert "missing fc.weight" in fit_of(tmp_path, draft=draft, model=target).sentence
     for content in (b"", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
         (draft / "model.safetensors").write_bytes(content)
-        found = fit_of(tmp_path, draft=draft, model=target)
-        assert found.status is Status.FAILED
-        assert "is no whole safetensors file" in found.sentence
+        finding = fit_of(tmp_path, draft=draft, model=target)
+        assert finding.status is Status.FAILED
+        assert "is not a complete safetensors file" in finding.sentence
 
 
-def test_what_is_not_on_this_machine_is_skipped(tmp_path, target):
+def test_missing_models_are_skipped(tmp_path, target):
     draft = write_draft(tmp_path / "d")
     for named in (
         {"draft": tmp_path / "gone", "model": target},
@@ -69,23 +69,23 @@ def test_what_is_not_on_this_machine_is_skipped(tmp_path, target):
 def test_another_method_fails(tmp_path, target):
     subject = make_subject(tmp_path, draft=write_draft(tmp_path / "d"), model=target)
     subject.speculative["method"] = "mtp"
-    found = examined(subject, "fit")
-    assert found.status is Status.FAILED
-    assert "tide trains EAGLE-3 drafts" in found.sentence
+    finding = examined(subject, "fit")
+    assert finding.status is Status.FAILED
+    assert "tide trains EAGLE-3 drafts" in finding.sentence
 
 
-def test_a_fresh_draft_is_judged_and_not_built(tmp_path, target, monkeypatch):
+def test_a_fresh_draft_is_checked_and_not_built(tmp_path, target, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = fit_of(tmp_path, draft="fresh", model=target)
-    assert found.status is Status.OK
+    finding = fit_of(tmp_path, draft="fresh", model=target)
+    assert finding.status is Status.OK
     section = {"fresh": {"draft_vocab_size": 1000}}
-    found = fit_of(tmp_path, section, draft="fresh", model=target)
-    assert found.status is Status.FAILED
-    assert "tide.fresh.draft_vocab_size" in found.sentence
+    finding = fit_of(tmp_path, section, draft="fresh", model=target)
+    assert finding.status is Status.FAILED
+    assert "tide.fresh.draft_vocab_size" in finding.sentence
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
+def test_the_drafts_size_is_that_of_its_tensors(tmp_path, target):
     draft = write_draft(tmp_path / "d")
     expected = sum(tensor.nbytes for tensor in draft_tensors().values())
     assert draft_bytes(make_subject(tmp_path, draft=draft)) == expected
@@ -97,6 +97,6 @@ def test_the_draft_s_size_is_that_of_its_tensors(tmp_path, target):
 def test_another_device_and_v1_on_a_gpu_are_refused():
     with pytest.raises(ConfigError, match="tide: device 'tpu' is not supported"):
         arguments.check_device("tpu", v2=True)
-    with pytest.raises(ConfigError, match="on 'cuda' it needs Model Runner V2"):
+    with pytest.raises(ConfigError, match="device 'cuda' needs Model Runner V2"):
         arguments.check_device("cuda", v2=False)
     arguments.check_device("cpu", v2=False)

@@ -1,4 +1,4 @@
-"""What the whole says: exit codes, text for people, JSON for scripts."""
+"""The report: exit codes, text for people, JSON for scripts."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_the_worst_finding_gives_the_exit_code(findings, code, strict):
     assert report(findings, "1", code)["exit_code"] == code
 
 
-def test_text_says_what_to_do_and_keeps_to_the_width():
+def test_the_text_has_advice_and_fits_the_width():
     long = warning("word " * 40, "advice " * 40, "name")
     text = as_text([FINE, long, BROKEN], columns=80)
     assert max(map(len, text.splitlines())) <= 80
@@ -52,7 +52,7 @@ def test_a_terminal_shows_the_status_in_colour():
     assert lines[1].startswith("\x1b[31mfailed\x1b[0m ") and "\x1b" not in lines[-1]
 
 
-def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch, tmp_path):
+def test_a_failing_check_is_a_finding_and_hides_no_other(monkeypatch, tmp_path):
     def broken(subject):
         raise RuntimeError("boom")
 
@@ -65,7 +65,7 @@ def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch, tmp_pa
     assert "RuntimeError: boom" in findings[0].sentence
 
 
-def test_a_whole_report_is_in_order_gives_advice_and_leaves_nothing(tmp_path):
+def test_a_whole_report_is_ordered_gives_advice_and_leaves_nothing(tmp_path):
     findings = list(examine(Subject(run_dir=tmp_path / "deep" / "run")))
     names = [finding.name for finding in findings]
     assert names[:2] == ["Python", "vLLM"]

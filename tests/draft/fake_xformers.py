@@ -1,7 +1,7 @@
 """The part of `xformers.ops.fmha` that the draft uses, from its documentation.
 
-Stands in where xformers cannot run, so that what we hand it and what we make of its
-answers is tested. The backward pass uses only what a flash kernel uses: grad, out, lse.
+Replaces xformers where it cannot run, to test our arguments and the use of its results.
+The backward pass uses only the inputs of a flash kernel: grad, out, lse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The draft as serving runs it: prefill over rows 0..t, then one row per decode step.
+"""The draft as in serving: prefill over rows 0..t, then one row per decode step.
 
 Slow and plain on purpose: the oracle of `Eagle3Draft.forward_ttt`, written without its
 attention, masks or packing.
@@ -21,7 +21,7 @@ class _Cache:
         self.values: list[Tensor] = []
 
     def attend(self, q: Tensor) -> Tensor:
-        """Q [n_h, d] over all rows so far."""
+        """Attend with q [n_h, d] to all rows so far."""
         group = q.shape[0] // self.keys[0].shape[0]
         k = torch.stack(self.keys).repeat_interleave(group, 1)  # [s, n_h, d]
         v = torch.stack(self.values).repeat_interleave(group, 1)
@@ -45,7 +45,7 @@ def rollout_logits(
         w: From `Eagle3Draft.compute_weights`.
         tokens: int64 [S], S > row + 1.
         features: [S, A*H].
-        row: Last row whose feature is known; token row + 1 is the last sampled token.
+        row: Last row with a known feature; token row + 1 is the last sampled token.
         num_steps: Steps, the prefill included.
         start: Position of row 0.
 
@@ -90,13 +90,13 @@ def _one_row(
     angle = position * torch.tensor(config.rope.inverse_frequencies(dim)).double()
     cos, sin = (f(angle).float().repeat(2) for f in (torch.cos, torch.sin))
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         half = torch.cat([-x[:, dim // 2 :], x[:, : dim // 2]], dim=-1)
         return x * cos + half * sin
 
-    cache.keys.append(turn(k))
+    cache.keys.append(rotate(k))
     cache.values.append(val)
-    mixed = cache.attend(turn(q)).flatten()
+    mixed = cache.attend(rotate(q)).flatten()
     a = residual + F.linear(mixed, w[f"{attn}.o_proj.weight"])
     post = _rms(a, w[f"{LAYER}.post_attention_layernorm.weight"], eps)
     gate = F.silu(F.linear(post, w[f"{mlp}.gate_proj.weight"]))

@@ -33,7 +33,7 @@ nightly = pytest.mark.nightly
 
 
 def seen_by_the_text(layout: RowLayout, row: int, key: int) -> bool:
-    """Section c.8, word by word."""
+    """Return the mask of section c.8, literally."""
     count = layout.doc_starts[-1]
     if row < count:  # trunk: causal, same document
         ends = layout.doc_starts[1:]
@@ -47,7 +47,7 @@ def seen_by_the_text(layout: RowLayout, row: int, key: int) -> bool:
 
 
 def dense(q, k0, v0, kd, vd, active, layout):
-    """One softmax over the keys that the text allows, row by row."""
+    """Compute one softmax over the permitted keys, row by row."""
     group = q.shape[1] // k0.shape[1]
     out = []
     for at, row in enumerate(active.tolist()):
@@ -85,7 +85,7 @@ def xformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(attend, layout: RowLayout, active: list[int], diagonals: int) -> None:
-    """Values and all gradients agree in float64."""
+    """Assert that values and all gradients agree in float64."""
     rows = torch.tensor(active)
     args = _inputs(diagonals, rows.numel(), layout.num_rows)
     ours = attend(*args, rows, layout)
@@ -105,22 +105,22 @@ def gradients_agree(ours: Tensor, theirs: Tensor, leaves: list, atol: float) -> 
 
 
 def every(*diagonals: int) -> pytest.MarkDecorator:
-    """Two cases, and all others at night: layout, active rows, diagonals."""
+    """Return two cases, and all others at night: layout, active rows, diagonals."""
     fast = [(TRUNK, [3, 4, 6, 9, 12], 0), (BRANCHES, SOME, diagonals[-1])]
     more = [(*case, j) for case in CASES for j in diagonals]
-    rest = [pytest.param(*case, marks=nightly) for case in more if case not in fast]
-    return pytest.mark.parametrize("layout, active, diagonals", fast + rest)
+    slow = [pytest.param(*case, marks=nightly) for case in more if case not in fast]
+    return pytest.mark.parametrize("layout, active, diagonals", fast + slow)
 
 
 @every(0, 1, 3)
-def test_packed_attention_equals_the_text(layout, active, diagonals) -> None:
+def test_packed_attention_equals_the_reference(layout, active, diagonals) -> None:
     check(packed_attention, layout, active, diagonals)
 
 
 @every(0, 2)
 @pytest.mark.parametrize("rounding", [0, 5])
 @pytest.mark.usefixtures("xformers")
-def test_xformers_attention_equals_the_text(
+def test_xformers_attention_equals_the_reference(
     rounding, layout, active, diagonals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_xformers, "rounding", rounding)
@@ -136,7 +136,7 @@ def test_xformers_without_a_kernel_names_the_knob() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("layout, active, diagonals", [(*CASES[1], 2), (*CASES[4], 3)])
 @torch.no_grad()
-def test_flex_attention_equals_the_text(layout, active, diagonals) -> None:
+def test_flex_attention_equals_the_reference(layout, active, diagonals) -> None:
     """The forward on CPU; Torch has no backward of it there."""
     rows = torch.tensor(active)
     args = [
@@ -152,7 +152,9 @@ def test_flex_attention_equals_the_text(layout, active, diagonals) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("name", ["flex", "xformers"])
 @every(0, 1, 3)
-def test_accelerated_attention_equals_the_text(name, layout, active, diagonals) -> None:
+def test_accelerated_attention_equals_the_reference(
+    name, layout, active, diagonals
+) -> None:
     """Values and gradients on the device, in fp32 where there are kernels of it."""
     dtype, atol = torch.float32, 5e-3  # TF32 in the kernels
     if name == "xformers":
@@ -175,7 +177,7 @@ def test_accelerated_attention_equals_the_text(name, layout, active, diagonals) 
     gradients_agree(ours, theirs, leaves, 4 * atol)
 
 
-def test_a_device_has_its_attentions_and_others_name_the_knob() -> None:
+def test_a_device_has_its_attentions_and_errors_name_the_knob() -> None:
     assert attention_backend("auto", "cpu") is packed_attention
     assert attention_backend("auto", "cuda") is flex_attention
     for name in ("flex", "xformers", "sdpa"):

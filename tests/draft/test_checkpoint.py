@@ -1,4 +1,4 @@
-"""Checkpoints: round trip, strictness, sentences that name the tensor."""
+"""Checkpoints: write and read, strictness, errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TOY = ToyTarget()
 
 
 def _pruned() -> Eagle3Draft:
-    kept = VocabMap.from_target_ids(torch.arange(3, 43), VOCAB)
+    vocab_map = VocabMap.from_target_ids(torch.arange(3, 43), VOCAB)
     return Eagle3Draft.initialise(
-        config(draft_vocab_size=40), TOY.embed, TOY.head, kept
+        config(draft_vocab_size=40), TOY.embed, TOY.head, vocab_map
     )
 
 
@@ -49,7 +49,7 @@ def test_saved_draft_loads_bit_identically(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"fc.weight": None}, "missing fc.weight"),
         ({"extra.weight": torch.zeros(1)}, "unexpected extra.weight"),
@@ -61,16 +61,16 @@ def test_saved_draft_loads_bit_identically(tmp_path, dtype):
         ({"lm_head.weight": None}, "lm_head.weight is missing"),
     ],
 )
-def test_wrong_tensors_are_refused_by_name(change, words):
+def test_wrong_tensors_are_refused_by_name(change, message):
     draft = _pruned()
     tensors = export_tensors(draft, torch.float32) | change
     tensors = {n: t for n, t in tensors.items() if t is not None}
-    with pytest.raises(DraftError, match=words):
+    with pytest.raises(DraftError, match=message):
         build_draft(draft.config, tensors, TOY.rows)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "architecture"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
@@ -84,8 +84,8 @@ def test_wrong_tensors_are_refused_by_name(change, words):
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_unsupported_configs_are_refused(change, words):
-    with pytest.raises(DraftError, match=words):
+def test_unsupported_configs_are_refused(change, message):
+    with pytest.raises(DraftError, match=message):
         Eagle3Config.from_json(config().to_json() | change)
 
 
@@ -120,8 +120,8 @@ def test_target_rows_from_shards_and_tied(tmp_path: Path):
 
 @settings(deadline=None, max_examples=50)
 @given(st.sets(st.integers(0, 99), min_size=1))
-def test_vocabulary_maps_are_inverse(kept):
-    ids = torch.tensor(sorted(kept))
+def test_vocabulary_maps_are_inverse(target_ids):
+    ids = torch.tensor(sorted(target_ids))
     vocab = VocabMap.from_target_ids(ids, 100)
     assert torch.equal(vocab.draft_ids[vocab.target_ids], torch.arange(len(ids)))
     assert int(vocab.t2d.sum()) == len(ids)

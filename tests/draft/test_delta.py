@@ -1,4 +1,4 @@
-"""A fast draft as a change of low rank of the draft that it stands on."""
+"""A fast draft as a low-rank change of its base draft."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base(request):
 
 
 def product(rank, scale=0.1, seed=1):
-    """A matrix of a rank whose entries are about `scale`."""
+    """Return a matrix of a rank with entries of about `scale`."""
     random = torch.Generator().manual_seed(seed)
     u = torch.randn(ROWS, rank, generator=random)
     v = torch.randn(rank, COLUMNS, generator=random)
@@ -39,27 +39,27 @@ def masters(base):
     return {n: t.float() if t.is_floating_point() else t for n, t in base.items()}
 
 
-def test_a_change_of_no_higher_rank_is_made_whole_again(base):
-    held = masters(base)
+def test_a_change_within_the_rank_is_restored(base):
+    weights = masters(base)
     change = product(delta.RANK)
-    fast = held | {
-        "fc.weight": held["fc.weight"] + change,
-        "small.weight": held["small.weight"] + 0.5,
-        "norm.weight": held["norm.weight"] * 2,
+    fast = weights | {
+        "fc.weight": weights["fc.weight"] + change,
+        "small.weight": weights["small.weight"] + 0.5,
+        "norm.weight": weights["norm.weight"] * 2,
     }
-    told = delta.factors(held, fast)
-    assert {n: tuple(t.shape) for n, t in told.items()} == {
+    factors = delta.factors(weights, fast)
+    assert {n: tuple(t.shape) for n, t in factors.items()} == {
         "fc.weight.u": (ROWS, delta.RANK),
         "fc.weight.v": (delta.RANK, COLUMNS),
         "small.weight": (40, 40),  # factors would be larger
         "norm.weight": (COLUMNS,),
     }
-    made = delta.apply(held, told)
+    made = delta.apply(weights, factors)
     for name, want in fast.items():
         torch.testing.assert_close(made[name], want, rtol=1e-4, atol=1e-4)
-    assert made["frozen.weight"] is held["frozen.weight"]
+    assert made["frozen.weight"] is weights["frozen.weight"]
     # Onto the checkpoint: as if the masters had been rounded to its type.
-    served = delta.apply(base, told)
+    served = delta.apply(base, factors)
     assert served.keys() == base.keys()
     for name, old in base.items():
         assert served[name].dtype == old.dtype
@@ -69,16 +69,16 @@ def test_a_change_of_no_higher_rank_is_made_whole_again(base):
     assert not torch.equal(served["fc.weight"], base["fc.weight"])
 
 
-def test_a_change_of_higher_rank_is_met_as_well_as_its_rank_allows(base):
-    held = masters(base)
+def test_a_change_of_higher_rank_is_approximated_as_well_as_possible(base):
+    weights = masters(base)
     noise = torch.Generator().manual_seed(2)
     change = 0.1 * torch.randn(ROWS, COLUMNS, generator=noise) + 10 * product(5)
-    fast = held | {"fc.weight": held["fc.weight"] + change}
+    fast = weights | {"fc.weight": weights["fc.weight"] + change}
     for rank in (1, 8, delta.RANK):
-        made = delta.apply(held, delta.factors(held, fast, rank))
+        made = delta.apply(weights, delta.factors(weights, fast, rank))
         missed = torch.linalg.norm(fast["fc.weight"] - made["fc.weight"])
-        # Eckart and Young: no matrix of the rank is nearer than the rest of the
-        # singular values; 4 % more for the randomised decomposition.
+        # Eckart and Young: no matrix of the rank is nearer than the remaining singular
+        # values; 4 % more for the randomised decomposition.
         least = torch.linalg.svdvals(change)[rank:].norm()
         assert least * 0.999 <= missed <= 1.04 * least
 
@@ -90,7 +90,7 @@ def test_no_change_is_no_tensor_and_the_base_bit_by_bit(base):
     assert delta.fingerprint(made) == delta.fingerprint(base)
 
 
-def test_the_fingerprint_is_of_names_values_and_types(base):
+def test_the_fingerprint_covers_names_values_and_types(base):
     name = delta.fingerprint(base)
     assert name == delta.fingerprint(dict(reversed(base.items())))
     assert name == delta.fingerprint(base | {"t2d": torch.ones(3, dtype=torch.bool)})
@@ -102,47 +102,47 @@ def test_the_fingerprint_is_of_names_values_and_types(base):
     assert name not in {delta.fingerprint(tensors) for tensors in others}
 
 
-def test_a_base_is_read_once_and_only_when_it_is_asked_for(base):
+def test_a_base_is_read_once_and_on_demand(base):
     reads = []
-    held = delta.Base(lambda: reads.append(1) or base)
+    lazy = delta.Base(lambda: reads.append(1) or base)
     assert not reads
-    assert held.fingerprint == delta.fingerprint(base) and held.tensors is base
+    assert lazy.fingerprint == delta.fingerprint(base) and lazy.tensors is base
     assert len(reads) == 1
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t differs from the base's"),
         ({"extra": torch.ones(3)}, "only one of the drafts has extra"),
         ({"fc.weight": torch.full((ROWS, COLUMNS), torch.inf)}, "fc.weight has NaN"),
     ],
 )
-def test_no_change_is_made_of_drafts_that_do_not_fit(base, wrong, said):
+def test_drafts_that_do_not_fit_give_no_change(base, wrong, message):
     fast = {n: t for n, t in (masters(base) | wrong).items() if t is not None}
-    with pytest.raises(DraftError, match=f"draft change: .*{said}"):
+    with pytest.raises(DraftError, match=f"draft change: .*{message}"):
         delta.factors(masters(base), fast)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ({"d2t": torch.arange(ROWS) + 1}, "d2t is not its base's; another vocabulary"),
-        ({"norm.weight": torch.ones(3)}, "norm.weight has shape .3,., its base .224,"),
+        ({"d2t": torch.arange(ROWS) + 1}, "d2t differs from the base's"),
+        ({"norm.weight": torch.ones(3)}, "has shape .3,., the base has .224,"),
         ({"norm.weight": torch.full((COLUMNS,), torch.nan)}, "norm.weight has NaN"),
-        ({"fc.weight.u": None}, "fc.weight has one factor and not the other"),
+        ({"fc.weight.u": None}, "fc.weight has only one of two factors"),
         ({"fc.weight.u": torch.ones(COLUMNS, 4)}, "factors .224, 4. and .4, 224. of"),
         ({"fc.weight.v": torch.full((4, COLUMNS), 1e38)}, "fc.weight has NaN or inf"),
-        ({"extra": torch.ones(3)}, "extra belongs to nothing of the base"),
+        ({"extra": torch.ones(3)}, "extra is not a tensor of the base"),
         ({"d2t.u": torch.ones(ROWS, 1), "d2t.v": torch.ones(1, 1)}, "of d2t do not"),
     ],
 )
-def test_a_change_that_does_not_fit_is_refused(base, wrong, said):
+def test_a_change_that_does_not_fit_is_refused(base, wrong, message):
     good = {
         "fc.weight.u": torch.full((ROWS, 4), 1e3),
         "fc.weight.v": torch.ones(4, COLUMNS),
     }
     assert delta.apply(base, good)["fc.weight"].float().mean() > 3900
-    told = {name: t for name, t in (good | wrong).items() if t is not None}
-    with pytest.raises(DraftError, match=f"draft change: .*{said}"):
-        delta.apply(base, told)
+    factors = {name: t for name, t in (good | wrong).items() if t is not None}
+    with pytest.raises(DraftError, match=f"draft change: .*{message}"):
+        delta.apply(base, factors)

@@ -1,4 +1,4 @@
-"""A fresh head fits its target, starts from its output rows, and is built once."""
+"""A fresh draft fits its target, starts from its output rows, and is built once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_tide.draft.fresh import (
     fresh_directory,
     fresh_layer_ids,
     is_fresh,
-    sized,
+    with_vocab_size,
 )
 from vllm_tide.draft.target import rows_fingerprint
 
@@ -39,7 +39,7 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_head_starts_from_the_targets_rows_but_is_its_own(target, tmp_path, dtype):
+def test_the_lm_head_starts_from_the_targets_rows_as_a_copy(target, tmp_path, dtype):
     folder = fresh_directory(target, FreshConfig(), dtype, tmp_path / "c")
     rows = TargetRows.load(target)
     draft = load_draft(folder, rows)
@@ -56,9 +56,9 @@ def test_head_starts_from_the_targets_rows_but_is_its_own(target, tmp_path, dtyp
     torch.testing.assert_close(stored.float(), theirs.float(), rtol=2**-7, atol=0)
 
 
-def test_pruned_head_holds_the_rows_of_its_tokens(target, tmp_path):
+def test_a_pruned_lm_head_has_the_rows_of_its_tokens(target, tmp_path):
     (target / "generation_config.json").write_text('{"eos_token_id": [63, 50]}')
-    # FreshConfig asks for 64 tokens at least: this target has no more.
+    # FreshConfig requires 64 tokens at least: this target has no more.
     settings = FreshConfig().model_copy(update={"draft_vocab_size": 20})
     draft = load_draft(
         fresh_directory(target, settings, torch.float32, tmp_path / "c"), target
@@ -69,7 +69,7 @@ def test_pruned_head_holds_the_rows_of_its_tokens(target, tmp_path):
     assert torch.equal(draft.constants["d2t"], draft.vocab.d2t)
 
 
-def test_it_is_built_once_and_again_when_anything_else_is_asked(target, tmp_path):
+def test_it_is_built_once_and_again_for_another_configuration(target, tmp_path):
     cache = tmp_path / "c"
     first = fresh_directory(target, FreshConfig(), torch.float32, cache)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
@@ -118,7 +118,7 @@ def test_other_weights_or_another_shape_have_another_fingerprint(target):
     assert len({first, second, rows_fingerprint(target)}) == 3
 
 
-def test_an_unusable_target_is_one_sentence(target, tmp_path):
+def test_an_unusable_target_gives_one_line(target, tmp_path):
     quantised = {"model.embed_tokens.weight": TOY.embed.to(torch.int8)}
     save_file(quantised, target / "model.safetensors")
     with pytest.raises(DraftError, match="quantised"):
@@ -126,7 +126,7 @@ def test_an_unusable_target_is_one_sentence(target, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DraftError, match="XDG_CACHE_HOME"):
         fresh_directory(target, FreshConfig(), torch.float32, tmp_path / "file" / "c")
-    with pytest.raises(DraftError, match="too shallow"):
+    with pytest.raises(DraftError, match="at least 3 are needed"):
         fresh_layer_ids(2)
     assert fresh_layer_ids(3) == (0, 1, 2) and fresh_layer_ids(32) == (2, 16, 29)
     assert list((tmp_path / "c").iterdir()) == []
@@ -141,7 +141,7 @@ def shape(raw: dict, **settings: object) -> Eagle3Config:
 
 def test_a_fresh_draft_has_as_many_tokens_as_its_trainer_can_afford():
     def size(vocab: int, device: str, **settings: int) -> int | None:
-        return sized(FreshConfig(**settings), vocab, device).draft_vocab_size
+        return with_vocab_size(FreshConfig(**settings), vocab, device).draft_vocab_size
 
     assert size(49152, "cpu") == 4096
     assert size(49152, "cuda:1") == 32768

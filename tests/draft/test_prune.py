@@ -1,4 +1,4 @@
-"""A vocabulary chosen anew keeps what it can; its size never changes."""
+"""A new draft vocabulary keeps most rows; its size never changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_other_choice_covers_more(counts, data):
     assert sum(counts[i] for i in ids) == sum(sorted(counts)[-size:])
 
 
-def test_only_as_many_tokens_change_as_were_heard():
+def test_only_as_many_tokens_change_as_were_counted():
     old = vocab(torch.arange(40))
     counts = torch.zeros(VOCAB)
     counts[:4], counts[50], counts[60] = 10, 30, 1
@@ -62,7 +62,7 @@ def test_a_change_that_does_not_pay_is_not_made():
     assert better_vocab(counts, VocabMap.identity(VOCAB)) is None
 
 
-def test_rows_that_stay_keep_what_they_learnt_and_new_ones_are_the_targets():
+def test_remaining_rows_keep_their_weights_and_new_ones_are_the_targets():
     draft = trained(torch.arange(40))
     new = vocab(torch.arange(24, 64))
     again = reprune(draft, new, TOY.rows)
@@ -92,24 +92,24 @@ def test_a_repruned_draft_is_published_under_the_same_names_and_loads_again():
     }
     loaded = build_draft(again.config, second, TOY.rows)
     assert torch.equal(loaded.vocab.target_ids, torch.arange(10, 50))
-    # As a trainer that was restarted finds it: without t2d.
+    # As in a restarted trainer: without t2d.
     del second["t2d"]
     loaded = build_draft(again.config, second, TOY.rows)
     assert torch.equal(loaded.vocab.target_ids, torch.arange(10, 50))
 
 
-def test_what_cannot_be_repruned_is_refused():
+def test_impossible_repruning_is_refused():
     draft = trained(torch.arange(40))
     with pytest.raises(DraftError, match="size is fixed"):
         reprune(draft, vocab(torch.arange(41)), TOY.rows)
     borrowed = build_draft(
         TOY.draft().config, export_tensors(TOY.draft()), TOY.rows, {"lm_head.weight"}
     )
-    with pytest.raises(DraftError, match="target's own"):
+    with pytest.raises(DraftError, match="shared with the target"):
         reprune(borrowed, VocabMap.identity(VOCAB), TOY.rows)
 
 
-def test_a_clone_has_weights_of_its_own_and_all_else_in_common():
+def test_a_clone_copies_the_weights_and_shares_all_else():
     draft = trained(torch.arange(0, VOCAB, 2))
     copy = draft.clone()
     assert copy.vocab is draft.vocab and copy.embed is draft.embed

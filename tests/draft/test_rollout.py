@@ -27,15 +27,15 @@ FAST = (0, 4, 11, 12, 13)  # of those, each switch once
 
 
 def make_draft(**changes: object) -> Eagle3Draft:
-    """A random draft whose norms are not trivial."""
+    """Return a random draft with norms that are not trivial."""
     torch.manual_seed(3)
     shape = config(**changes)
-    kept = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
+    target_ids = torch.randperm(VOCAB)[: shape.draft_vocab_size].sort().values
     draft = Eagle3Draft.initialise(
         shape,
         torch.randn(VOCAB, HIDDEN),
         torch.randn(VOCAB, HIDDEN) * 0.3,
-        VocabMap.from_target_ids(kept, VOCAB),
+        VocabMap.from_target_ids(target_ids, VOCAB),
     )
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -45,13 +45,13 @@ def make_draft(**changes: object) -> Eagle3Draft:
 
 
 def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
-    """Random document."""
+    """Return a random document."""
     tokens, features = torch.randint(0, VOCAB, (size,)), torch.randn(size, 3 * HIDDEN)
     return whole(tokens, features, torch.randn(size, HIDDEN), prompt, key, start)
 
 
 def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.Tensor]:
-    """(document key, row, step) to logits."""
+    """Return (document key, row, step) to logits."""
     batch = pack(samples)
     plan = plan_rows(batch, STEPS)
     weights = draft.compute_weights(torch.float32)
@@ -80,9 +80,9 @@ def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
     draft = make_draft(**switches)
     samples = [make_sample(9, 3, 0, 1), make_sample(12, 10, 30, 2)]
     weights = draft.compute_weights(torch.float32)
-    found = ttt_logits(draft, samples)
-    assert (1, 2, 0) in found  # row P - 1, the first draft after prefill
-    for (key, row, step), logits in found.items():
+    per_step = ttt_logits(draft, samples)
+    assert (1, 2, 0) in per_step  # row P - 1, the first draft after prefill
+    for (key, row, step), logits in per_step.items():
         sample = samples[key - 1]
         expected = rollout_logits(
             draft,
@@ -97,7 +97,7 @@ def test_teacher_forced_steps_equal_sequential_rollout(switches: dict) -> None:
 
 
 def test_packed_documents_equal_documents_alone() -> None:
-    """No row sees another document, and none goes missing."""
+    """No row attends to another document, and none is missing."""
     draft = make_draft()
     samples = [
         make_sample(n, p, s, n) for n, p, s in ((7, 1, 0), (2, 1, 4), (15, 6, 9))

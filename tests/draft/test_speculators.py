@@ -1,4 +1,4 @@
-"""Both forms of a draft say the same; an export carries what was measured."""
+"""Both forms of a draft are equivalent; an export has its measurements."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SHAPES = [
 
 def make(**changes: object) -> Eagle3Draft:
     shape = config(**changes)
-    kept = VocabMap.from_target_ids(torch.arange(shape.draft_vocab_size), VOCAB)
-    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, kept)
+    vocab_map = VocabMap.from_target_ids(torch.arange(shape.draft_vocab_size), VOCAB)
+    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, vocab_map)
 
 
 def files(folder: Path) -> set[str]:
@@ -74,8 +74,8 @@ def test_vllm_reads_the_same_shape_from_either_form(changes):
     base = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
     shape = config(**changes)
     raw = speculators_config(shape, TARGET, "bfloat16")
-    said = base.SpeculatorsConfig.extract_vllm_speculative_config(raw)
-    assert said == {"method": "eagle3", "num_speculative_tokens": 5}
+    extracted = base.SpeculatorsConfig.extract_vllm_speculative_config(raw)
+    assert extracted == {"method": "eagle3", "num_speculative_tokens": 5}
     read = base.SpeculatorsConfig.extract_transformers_pre_trained_config(raw)
     assert read["architectures"] == ["Eagle3LlamaForCausalLM"]
     flat = shape.to_json()
@@ -90,7 +90,7 @@ def exported(**more: object) -> ExportedDraft:
     return ExportedDraft(draft.config, export_tensors(draft), TARGET, **more)
 
 
-def test_card_names_what_was_measured_and_nothing_else(tmp_path):
+def test_the_card_has_the_measurements_and_nothing_else(tmp_path):
     figures = {"holdout_acceptance_new": 2.25, "loss": float("nan"), "gain": None}
     write_export(tmp_path / "out", exported(figures=figures, version=7), "speculators")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -100,14 +100,14 @@ def test_card_names_what_was_measured_and_nothing_else(tmp_path):
     for absent in ("loss", "Gain", "Served", "nan"):
         assert absent not in card
     write_export(tmp_path / "bare", exported(), "hf")
-    assert "Nothing was measured" in (tmp_path / "bare" / "README.md").read_text()
+    assert "No measurements" in (tmp_path / "bare" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", ["hf", "speculators"])
-def test_an_export_names_no_place_invents_nothing_and_is_for_others(
+def test_an_export_has_no_local_paths_and_is_readable_by_others(
     tmp_path, form, monkeypatch
 ):
-    """Read by the hub's own library; nothing of it is of this machine."""
+    """Read by the hub's own library; it has no data of this machine."""
     from huggingface_hub import ModelCard
 
     (tmp_path / "models" / "a").mkdir(parents=True)
@@ -137,7 +137,7 @@ def test_an_export_names_no_place_invents_nothing_and_is_for_others(
     assert ("speculators" in card.data.tags) == (form == "speculators")
 
 
-def test_export_is_whole_or_absent(tmp_path):
+def test_an_export_is_whole_or_absent(tmp_path):
     out = write_export(tmp_path / "out", exported(), "hf")
     assert files(out) == {"README.md", "config.json", "model.safetensors"}
     assert files(tmp_path) == {"out"}
@@ -147,21 +147,21 @@ def test_export_is_whole_or_absent(tmp_path):
     with pytest.raises(DraftError, match="--target"):
         write_export(tmp_path / "other", nameless, "speculators")
     whole = exported()
-    for name, words in (
+    for name, message in (
         ("fc.weight", r"missing fc\.weight"),
         ("d2t", "d2t is missing"),
     ):
         short = {key: t for key, t in whole.tensors.items() if key != name}
-        with pytest.raises(DraftError, match=words):
+        with pytest.raises(DraftError, match=message):
             write_export(tmp_path / "other", replace(whole, tensors=short), "hf")
     assert files(tmp_path) == {"out"}
-    # The mapping that a publication leaves out is made again.
+    # The mapping that a publication leaves out is rebuilt.
     short = {key: t for key, t in whole.tensors.items() if key != "t2d"}
     out = write_export(tmp_path / "short", replace(whole, tensors=short), "hf")
     assert torch.equal(read_tensors(out)["t2d"], whole.tensors["t2d"])
 
 
-def test_published_speculators_config_without_switches_reads_as_vllm_does():
+def test_a_speculators_config_without_switches_reads_as_in_vllm():
     raw = speculators_config(config(), TARGET, "bfloat16")
     for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         del raw[name]

@@ -54,12 +54,12 @@ def test_logits_equal_vllm(tmp_path: Path, changes: dict) -> None:
     torch.manual_seed(1)
     shape = replace(_shape(target), **changes)
     size = target.vocab_size
-    kept = torch.randperm(size)[: shape.draft_vocab_size].sort().values
+    target_ids = torch.randperm(size)[: shape.draft_vocab_size].sort().values
     draft = Eagle3Draft.initialise(
         shape,
         target.embed_tokens,
         target.lm_head,
-        VocabMap.from_target_ids(kept, size),
+        VocabMap.from_target_ids(target_ids, size),
     )
     with torch.no_grad():
         for parameter in draft.parameters():

@@ -1,4 +1,4 @@
-"""A real server and trainer, hurt in the twelve ways that matter most, once each."""
+"""A real server and trainer under the twelve most important faults, once each."""
 
 from __future__ import annotations
 

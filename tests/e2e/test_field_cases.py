@@ -1,7 +1,7 @@
-"""What users of speculation meet over HTTP: streams, ids, tools, pauses, odd requests.
+"""Known bugs of speculation over HTTP: streams, ids, tools, pauses, odd requests.
 
-Each is a bug that somebody reported against speculative decoding. A server that drafts
-in each step is compared with one without speculation.
+Each was reported against speculative decoding. A server that drafts in each step is
+compared with one without speculation.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Pair:
 
 
 class Reply(NamedTuple):
-    """Status and decoded body; of a stream its events."""
+    """Return status and decoded body; of a stream its events."""
 
     status: int
     body: Any
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The first choice, without what two servers cannot share."""
+        """Return the first choice, without fields that differ between servers."""
         return {k: v for k, v in self.body["choices"][0].items() if v is not None}
 
 
@@ -129,7 +129,7 @@ def post(
     path: str = "/v1/completions",
     request_id: str | None = None,
 ) -> Reply:
-    """Send a request; a refusal's status without its words."""
+    """Send a request; of a refusal return the status without its message."""
     try:
         with open_post(server, path, body, request_id) as reply:
             text = reply.read().decode()
@@ -147,7 +147,7 @@ def on_both(servers: Pair, body: Any, path: str = "/v1/completions") -> list[Rep
 
 
 def drop(server: VllmServer, number: int, request_id: str | None = None) -> None:
-    """Begin a stream and hang up after some chunks."""
+    """Begin a stream and disconnect after some chunks."""
     body = LONG | {"prompt": PROMPTS[number % len(PROMPTS)], "stream": True}
     with open_post(server, "/v1/completions", body, request_id) as reply:
         for _ in islice(reply, 2 * (1 + number % 9)):  # a chunk and an empty line
@@ -163,7 +163,7 @@ def same_answers(servers: Pair, **more: Any) -> None:
 
 
 def assert_one_request_each(records: list[Record]) -> None:
-    """Records of a key are of one text, and follow each other."""
+    """Assert that records of a key are of one text, and follow each other."""
     by_key: dict[int, list[Record]] = defaultdict(list)
     for record in records:
         if record.num_rows:
@@ -173,7 +173,7 @@ def assert_one_request_each(records: list[Record]) -> None:
         assert len({record.num_prompt_tokens for record in own}) == 1
         place, following = 0, None
         for record in own:
-            if place == 0:  # what the prefix cache has is not computed
+            if place == 0:  # rows in the prefix cache are not computed
                 place = record.start
             assert record.start == place
             if following is not None and record.phase == Phase.VERIFY:
@@ -183,7 +183,7 @@ def assert_one_request_each(records: list[Record]) -> None:
 
 
 def idle(server: VllmServer) -> bool:
-    """Wait until no request runs or waits; whether that came."""
+    """Wait until no request runs or waits; return whether that happened."""
     until = time.monotonic() + 60
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     while time.monotonic() < until:
@@ -194,7 +194,7 @@ def idle(server: VllmServer) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_dropped_streams_and_ids_used_again_harm_no_other_request(servers):
+def test_dropped_streams_and_reused_ids_affect_no_other_request(servers):
     """64 streams are dropped, 48 more share three ids, eight at once share one."""
     (manifest,) = read_manifests(servers.run_dir)
     ids = [None] * 64 + [f"r{n % 3}" for n in range(48)]
@@ -229,7 +229,7 @@ def test_dropped_streams_and_ids_used_again_harm_no_other_request(servers):
 
 
 @pytest.mark.timeout(900)
-def test_a_stream_joined_is_the_whole_answer(servers):
+def test_a_joined_stream_is_the_whole_answer(servers):
     """Text, ids, logprobs and offsets are equal; usage ends at the number of ids."""
     usage = {"include_usage": True, "continuous_usage_stats": True}
     most = 0
@@ -283,7 +283,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 @pytest.mark.parametrize(
     "choice", [NAMED, "required", "auto"], ids=["named", "required", "auto"]
 )
-def test_tool_calls_are_those_without_speculation(servers, choice):
+def test_tool_calls_equal_those_without_speculation(servers, choice):
     path, body = "/v1/chat/completions", CALL | {"tool_choice": choice}
     whole = on_both(servers, body, path)
     streams = on_both(servers, body | {"stream": True}, path)
@@ -302,7 +302,7 @@ def test_tool_calls_are_those_without_speculation(servers, choice):
 
 
 def _joined(events: list[Any]) -> tuple[str, str]:
-    """Content and arguments of a stream's deltas."""
+    """Return content and arguments of a stream's deltas."""
     deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
     calls = [call["function"] for d in deltas for call in d.get("tool_calls") or ()]
     content = "".join(d.get("content") or "" for d in deltas)
@@ -310,9 +310,9 @@ def _joined(events: list[Any]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_pause_in_the_middle_of_an_answer(servers, mode):
-    """`keep` and `wait` change no token; `abort` ends the answer as it does without."""
-    found = []
+def test_a_pause_during_an_answer(servers, mode):
+    """`keep` and `wait` change no token; `abort` ends the answer as usual."""
+    outputs = []
     for server in servers.both:
         before = metrics(server.url)["vllm:generation_tokens_total"]
         with ThreadPoolExecutor(1) as pool:
@@ -323,9 +323,9 @@ def test_a_pause_in_the_middle_of_an_answer(servers, mode):
                 time.sleep(0.01)
             paused = post(server, None, f"/pause?mode={mode}").status
             resumed = post(server, None, "/resume").status
-            found.append((paused, resumed, answer.result()))
-    (*said, got), (*other, want) = found
-    assert said == other == [200, 200]
+            outputs.append((paused, resumed, answer.result()))
+    (*statuses, got), (*other, want) = outputs
+    assert statuses == other == [200, 200]
     assert got.status == want.status
     if mode != "abort":
         assert got.answer == want.answer and len(got.answer["token_ids"]) == 600
@@ -352,7 +352,7 @@ ELSEWHERE = {
 }
 
 
-def test_odd_requests_are_answered_as_without_speculation(servers):
+def test_unusual_requests_are_answered_as_without_speculation(servers):
     asked = [("/v1/completions", {"max_tokens": 20} | body) for body in ODD]
     for path, body in [*asked, *ELSEWHERE.items()]:
         got, want = on_both(servers, body, path)

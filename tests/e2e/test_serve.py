@@ -1,4 +1,4 @@
-"""One real `vllm serve` with everything on and the trainer that it starts.
+"""One real `vllm serve` with everything enabled and the trainer that it starts.
 
 The tests share it and run in this order: the last one stops it.
 """
@@ -69,23 +69,23 @@ def complete(url: str, prompt: list[int], **more: Any) -> list[int]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Every sample of the server's own /metrics, labels dropped but `reason`."""
+    """Return every sample of the server's own /metrics, without labels but `reason`."""
     with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
         text = reply.read().decode()
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for line in text.splitlines():
         match = re.match(r"([a-z_:A-Z0-9]+)(\{.*\})? ([-+.e0-9]+)$", line)
         if match:
             reason = re.search(r'reason="([a-z_]+)"', match[2] or "")
             name = match[1] + (f"/{reason[1]}" if reason else "")
-            found[name] = found.get(name, 0.0) + float(match[3])
-    return found
+            values[name] = values.get(name, 0.0) + float(match[3])
+    return values
 
 
 def until(
     server: VllmServer, what: str, holds: Callable[[dict[str, float]], object]
 ) -> dict[str, float]:
-    """Send requests until the metrics are so: the engine reports in its steps."""
+    """Send requests until the metrics match: the engine reports in its steps."""
     deadline = time.monotonic() + 300
     while True:
         complete(server.url, PROMPTS[0], max_tokens=4)
@@ -105,17 +105,17 @@ def run_dir_of(server: VllmServer) -> Path:
 
 
 def greedy(target: Path, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
-    """The target's greedy tokens after a prompt, by Transformers."""
+    """Return the target's greedy tokens after a prompt, by Transformers."""
     return greedy_batch(target, [prompt], num_tokens)[0]
 
 
 def greedy_batch(
     target: Path, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:
-    """The same for prompts of one length."""
+    """Return the same for prompts of one length."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    # As `ignore_eos`: the token may be sampled and ends nothing. `min_new_tokens` would
-    # forbid it.
+    # As `ignore_eos`: the token may be sampled and does not end the request.
+    # `min_new_tokens` would forbid it.
     model.generation_config.eos_token_id = None
     ids = torch.tensor(prompts)
     out = model.generate(
@@ -145,7 +145,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         log_path=folder / "server.log",
         speculative_config=str(folder / "tide.json"),
         max_model_len=256,
-        # A cache of its own: it must measure, and leave nothing in the user's.
+        # A separate cache: it must measure, and leave nothing in the user's.
         extra_env={"XDG_CACHE_HOME": str(folder / "cache")},
     )
     with VllmServer(options) as started:
@@ -160,28 +160,28 @@ def right(server: VllmServer) -> list[list[int]]:
 
 def trainers(server: VllmServer) -> list[psutil.Process]:
     (manifest,) = read_manifests(run_dir_of(server))
-    found = []
+    children = []
     for child in psutil.Process(manifest.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended: a zombie
-            found += [child] if "train" in " ".join(child.cmdline()) else []
-    return found
+            children += [child] if "train" in " ".join(child.cmdline()) else []
+    return children
 
 
 def what_the_trainer_does(server: VllmServer) -> str:
-    """For the report of a failure: its times, cores and stacks, and its log's end."""
-    said = []
+    """Return, for a failure's report, times, cores and stacks, and the log's end."""
+    lines = []
     for process in trainers(server):
         figures = process.cpu_times(), process.cpu_affinity(), process.nice()
-        said.append(f"{process}: {figures}")
+        lines.append(f"{process}: {figures}")
         process.send_signal(signal.SIGUSR1)
     time.sleep(2)  # the stacks are written meanwhile; only after a failure
     for log in run_dir_of(server).glob("trainer-*.log"):
-        said.append(log.read_text(errors="replace")[-6000:])
-    return "\n".join(said)
+        lines.append(log.read_text(errors="replace")[-6000:])
+    return "\n".join(lines)
 
 
 @pytest.mark.timeout(1800)
-def test_outputs_are_the_targets_while_drafts_are_learnt_and_swapped(server, right):
+def test_outputs_are_the_targets_while_drafts_are_trained_and_swapped(server, right):
     run_dir, began = run_dir_of(server), time.time()
     (manifest,) = read_manifests(run_dir)
     assert parse_tide(manifest.tide).control.policy == "adaspec"
@@ -201,7 +201,7 @@ def test_outputs_are_the_targets_while_drafts_are_learnt_and_swapped(server, rig
     assert trainer.nice() == min(19, os.nice(0) + 1)
     status = json.loads(next(run_dir.glob("trainer-*.json")).read_text())
     assert status["published_version"] >= 2
-    assert status["model_name"] == "demo"  # as the server's own metrics say
+    assert status["model_name"] == "demo"  # as in the server's own metrics
 
     assert seen["vllm_tide:captured_rows_total"] > 1000
     assert seen["vllm_tide:draft_version"] >= 2
@@ -220,7 +220,7 @@ def test_outputs_are_the_targets_while_drafts_are_learnt_and_swapped(server, rig
     assert not [name for name in seen if name.startswith("vllm_tide:refused")]
 
 
-def test_what_a_request_says_of_itself_travels_over_http(server, right):
+def test_request_arguments_are_read_over_http(server, right):
     def say(**more: Any) -> None:
         assert complete(server.url, PROMPTS[1], **more) == right[1]
 
@@ -228,7 +228,7 @@ def test_what_a_request_says_of_itself_travels_over_http(server, right):
         "vllm_tide:dropped_rows_total/opted_out": 1,
         "vllm_tide:dropped_rows_total/salted": 1,
         "vllm_tide:slo_requests_total": 2,
-        "vllm_tide:malformed_slo_total": 1,
+        "vllm_tide:malformed_limits_total": 1,
     }
     before = metrics(server.url)
     say(vllm_xargs={"tide_capture": False})
@@ -272,13 +272,13 @@ def test_orders_reach_the_trainer(server, right, capsys):
     acme = {"vllm_xargs": {"tide_tenant": "acme"}}
     assert complete(server.url, PROMPTS[3], **acme) == right[3]
     deadline = time.monotonic() + 120  # until the trainer has read it
-    while "removed nothing" in (said := order("purge", "--tenant", "acme")):
-        assert time.monotonic() < deadline, said
+    while "removed nothing" in (output := order("purge", "--tenant", "acme")):
+        assert time.monotonic() < deadline, output
         complete(server.url, PROMPTS[3], **acme)
     assert "removed nothing" not in order("purge", "--all")
 
 
-def test_a_killed_trainer_is_started_again_and_never_affects_serving(server, right):
+def test_a_killed_trainer_is_restarted_and_never_affects_serving(server, right):
     (trainer,) = trainers(server)
     trainer.send_signal(signal.SIGKILL)
     assert complete(server.url, PROMPTS[4]) == right[4]

@@ -1,4 +1,4 @@
-"""A real `vllm serve` serves fast drafts while requests run, and the base again."""
+"""A real `vllm serve` serves fast drafts during requests, then the base again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_tide.transport.weights import WeightsSegment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.alone]
 
-# They end at different times: however slow the trainer is, one is always open.
+# They end at different times: with a slow trainer too, one is always open.
 LENGTHS, MIN_TOKENS = (1500, 1100, 800), 32
 VERSION, ENDED = "vllm_tide:draft_version", "the long requests have ended"
 ADAPT = {"memory": "ngram", "adapt": "shared", "stride": 16, "min_tokens": MIN_TOKENS}
@@ -34,7 +34,7 @@ TIDE |= {"train": TRAIN, "test_time": ADAPT}
 
 
 def make_target(folder: Path) -> Path:
-    """A toy that takes longer for a token, takes long texts, and is sure of them."""
+    """Make a slower toy for long texts with confident predictions."""
     inflate(toys.make_target(folder / "toy"), folder / "target", 8192, 0)
     config, weights = (
         folder / "target" / name for name in ("config.json", "model.safetensors")
@@ -42,7 +42,7 @@ def make_target(folder: Path) -> Path:
     changed = json.loads(config.read_text()) | {"max_position_embeddings": 2048}
     config.write_text(json.dumps(changed))
     tensors = load_file(weights)
-    tensors["lm_head.weight"] *= 8  # the same greedy text, learnt in a few steps
+    tensors["lm_head.weight"] *= 8  # the same greedy text, learned in a few steps
     save_file(tensors, weights, {"format": "pt"})
     return folder / "target"
 
@@ -69,15 +69,15 @@ def server(tmp_path: Path) -> Iterator[VllmServer]:
 
 @torch.no_grad()
 def behind_the_best(target: Path, prompt: list[int], text: list[int]) -> float:
-    """How far tokens of a text are below the best logit, as a share of the largest."""
+    """Return the gap of tokens to the best logit, as a share of the largest."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
-    said = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
-    return float((logits.amax(1) - said).max() / logits.abs().max())
+    chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+    return float((logits.amax(1) - chosen).max() / logits.abs().max())
 
 
 @pytest.mark.timeout(900)
-def test_a_fast_draft_is_served_while_requests_run_and_the_base_after(server, tmp_path):
+def test_a_fast_draft_is_served_during_requests_and_the_base_after(server, tmp_path):
     run_dir, enough = tmp_path / "run", threading.Event()
     until(server, "a trainer", lambda _: list(run_dir.glob("trainer-*.json")))
     (manifest,) = read_manifests(run_dir)
@@ -100,8 +100,8 @@ def test_a_fast_draft_is_served_while_requests_run_and_the_base_after(server, tm
             enough.set()
     # Each was open when it was installed, and is the target's (near ties apart).
     for i, each in enumerate(clients):
-        found = behind_the_best(server.options.model, PROMPTS[i], each.result())
-        assert found < 1e-4
+        gaps = behind_the_best(server.options.model, PROMPTS[i], each.result())
+        assert gaps < 1e-4
 
     (log,) = run_dir.glob("events-*.jsonl")
     until(server, "the end", lambda _: ENDED in log.read_text())

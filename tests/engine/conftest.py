@@ -22,7 +22,7 @@ from vllm_tide.transport.ring import Collect
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`engines(kind)`: the engine of a kind."""
+    """Return `engines(kind)`, which starts the engine of a kind once."""
     with ExitStack() as stack:
 
         @cache
@@ -39,7 +39,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest, engines: Any) -> Iterator[Served]:
-    """The engine of the file's kind, with the draft and the wishes it started with."""
+    """The engine of the file's kind in its state after the start."""
     one = engines(request.module.ENGINE)
     before = one.writer.feedback().installed_version if one._writer else 0
     yield one
@@ -52,13 +52,13 @@ def served(request: pytest.FixtureRequest, engines: Any) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def own_draft() -> dict[str, torch.Tensor]:
-    """The demo's draft, with which every kind starts."""
+    """The demo's draft, which every kind starts with."""
     return draft_tensors(DEMO / "draft")
 
 
 @pytest.fixture(scope="session")
 def other_draft(own_draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The demo's draft with weaker guesses, so that what it drafts differs."""
+    """The demo's draft with weaker guesses, so that its tokens differ."""
     generator = torch.Generator().manual_seed(0)
     fc = own_draft["fc.weight"]
     noise = torch.randn(fc.shape, generator=generator) * fc.float().std()
@@ -67,18 +67,18 @@ def other_draft(own_draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def target() -> Any:
-    """Transformers' own model of the demo target, float32."""
+    """Transformers' model of the demo target in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
-    # As `ignore_eos`: the token may be sampled and ends nothing.
+    # As `ignore_eos`: the token may be sampled and does not end the request.
     model.generation_config.eos_token_id = None
     return model
 
 
 @pytest.fixture(scope="session")
 def greedy(target: Any) -> Callable[[list[list[int]], int], list[list[int]]]:
-    """`greedy(prompts, count)`: the target's own texts, without any draft."""
+    """Return `greedy(prompts, count)`: the target's outputs without a draft."""
 
     @cache
     def one(prompt: tuple[int, ...], count: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Starts scripts of engines from a process that has imported vLLM: it forks for each.
+"""Fork a process for each engine script from a parent that has imported vLLM.
 
-An import takes longer than all else of a small engine's start. The process that forks
-has one thread, has imported nothing of `vllm_tide` and made no engine.
+An import takes longer than the rest of a small engine's start. The parent has one
+thread, has not imported `vllm_tide` and has not made an engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SCRIPTS = Path(__file__).parent
-# What an engine imports anyway, after it started.
+# Modules that an engine imports after its start in any case.
 IMPORTED = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
@@ -40,7 +40,7 @@ _OUR_END: dict[bool, socket.socket] = {}
 
 
 class Forked:
-    """A started script, used as a `subprocess.Popen` with pipes of text.
+    """A started script with the interface of a `subprocess.Popen` with text pipes.
 
     Args:
         argv: Path of the script, which is run as `__main__`, and its arguments.
@@ -62,22 +62,22 @@ class Forked:
             "mask": os.umask(os.umask(0o22)),
         }
         orders, self.stdin = _pipe("w")
-        said, self.stdout = _pipe("r")
+        output, self.stdout = _pipe("r")
         state, self._state = _pipe("r")
         link = _link(interpreted)
         with tempfile.TemporaryFile() as file:  # longer than a datagram may be
             file.write(json.dumps(order).encode())
             file.flush()
-            given = [file.fileno(), orders, said, self.errors.fileno(), state]
+            given = [file.fileno(), orders, output, self.errors.fileno(), state]
             socket.send_fds(link, [b"."], given)
             self._pid = int(self._state.readline())
-        for fd in (orders, said, state):
+        for fd in (orders, output, state):
             os.close(fd)
         self._pidfd = os.pidfd_open(self._pid)
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; the exit status, negative if a signal ended it."""
+        """Wait for the exit status, negative if a signal ended it."""
         import select
 
         if self.returncode is None:
@@ -88,13 +88,13 @@ class Forked:
         return self.returncode
 
     def poll(self) -> int | None:
-        """The exit status, None if it runs."""
+        """Return the exit status, or None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
 
     def kill(self) -> None:
-        """SIGKILL it."""
+        """Send SIGKILL."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -102,18 +102,18 @@ class Forked:
 def run_forked(
     argv: list[str], interpreted: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end, as `subprocess.run` that captures text."""
+    """Run a script to its end, like `subprocess.run` with captured text."""
     process = Forked(argv, interpreted)
     process.stdin.close()
-    said = process.stdout.read()
+    output = process.stdout.read()
     code = process.wait()
     process.errors.seek(0)
     errors = process.errors.read().decode(errors="replace")
-    return subprocess.CompletedProcess(argv, code, said, errors)
+    return subprocess.CompletedProcess(argv, code, output, errors)
 
 
 def _pipe(mode: str) -> tuple[int, Any]:
-    """Another process's end, and ours as a file of text."""
+    """Return the other process's end of a pipe, and ours as a text file."""
     read, write = os.pipe()
     theirs, ours = (read, write) if mode == "w" else (write, read)
     return theirs, os.fdopen(ours, mode, encoding="utf-8", errors="replace")
@@ -127,16 +127,16 @@ def _link(interpreted: bool) -> socket.socket:
         theirs.close()
         _OUR_END[interpreted] = ours
         atexit.register(process.wait)
-        atexit.register(ours.close)  # called first: it ends when nobody can order
+        atexit.register(ours.close)  # called first: EOF ends the parent
     return _OUR_END[interpreted]
 
 
 def serve(link: socket.socket) -> None:
-    """Fork for each order; returns in the fork, ready to run, and when all is over."""
+    """Fork for each order; return in the fork, ready to run, and when all is over."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        told, given, _, _ = socket.recv_fds(link, 16, 5)
-        if not told:
+        message, given, _, _ = socket.recv_fds(link, 16, 5)
+        if not message:
             sys.exit()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -158,7 +158,7 @@ def serve(link: socket.socket) -> None:
 
 
 def _become(given: list[int]) -> None:
-    """Take the place of a process of the script's own."""
+    """Take over the environment of the requested script."""
     with os.fdopen(given[0], "rb") as file:
         file.seek(0)
         order = json.load(file)
@@ -187,7 +187,7 @@ def main() -> None:
     for name in ("vllm", *IMPORTED):
         __import__(name)
     gc.collect()
-    gc.freeze()  # else an engine's start looks at all that was imported, seven times
+    gc.freeze()  # else an engine's start scans all imported modules seven times
     gc.enable()
     serve(link)
     code: Any = 0
@@ -198,7 +198,7 @@ def main() -> None:
     except BaseException:  # noqa: BLE001 - as an interpreter does
         traceback.print_exc()
         code = 1
-    # As at an interpreter's end, which also takes seconds to free what was imported.
+    # As at an interpreter's exit, without the seconds that freeing imports takes.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

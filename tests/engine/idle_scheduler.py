@@ -1,4 +1,4 @@
-"""vLLM's scheduler as far as TIDE looks at it, while nothing is cached."""
+"""The part of vLLM's scheduler that TIDE reads, with an empty cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def idle_scheduler(requests: dict[str, Any] | None = None) -> Any:
-    """A scheduler with these requests by id."""
+    """Return a scheduler with these requests by id."""
     manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=[]))
     return SimpleNamespace(requests=requests or {}, kv_cache_manager=manager)

@@ -1,20 +1,20 @@
-"""Runs real vLLM offline with TIDE; the test process reads the ring.
+"""Run real vLLM offline with TIDE; the test process reads the ring.
 
 Argument: JSON case. Prints `READY` once the engine announced itself. Then each line of
 standard input is a work: its prompts are generated, and `REPORT {...}` is printed.
 `null` ends it. Counters in a report are of its work alone, faults of all works.
 
-Case, besides what `LLM` takes: `runner`, `constants` (dotted names of modules to
+Case, besides the arguments of `LLM`: `runner`, `constants` (dotted names of modules to
 values), `curves` (adaptive verification at these costs), `steered` (works set the
 policy), `log` (vLLM's log is written).
 
 Work: `prompts`, and perhaps `params`, `extra`, `salts`; `forget` (no prefix and no KV
-of an earlier work is found), `script` (policy of a steered engine, see `policy_of`),
-`garbage` (the memory proposes random tokens), `spoil` (what becomes of the draft's
-logits, see `spoilt`), `keep_memory` (its record of an earlier work stays), `curves`,
+of an earlier work is used), `script` (policy of a steered engine, see `policy_of`),
+`garbage` (the memory proposes random tokens), `spoil` (changes of the draft's
+logits, see `spoilt`), `keep_memory` (its state of an earlier work stays), `curves`,
 `seed`, `seeds` (one of each request), `each` (more parameters of each request),
-`priority` (of each request), `answers` (whole answers are reported). Of a work that
-vLLM refuses `error` is the sentence.
+`priority` (of each request), `answers` (whole answers are reported). For a work that
+vLLM refuses, `error` is vLLM's message.
 """
 
 import json
@@ -33,7 +33,7 @@ os.environ |= {
 
 
 def by_label(name: str, label: str) -> dict[str, float]:
-    """A metric of ours by one of its labels."""
+    """Return the values of one of our metrics by one of its labels."""
     from prometheus_client import REGISTRY
 
     return {
@@ -45,7 +45,7 @@ def by_label(name: str, label: str) -> dict[str, float]:
 
 
 def grown(before: Any, after: Any) -> Any:
-    """What counters, also nested ones, have grown by, those left out that have not."""
+    """Return the growth of counters, also nested ones, without those that are equal."""
     if isinstance(after, dict):
         added = {key: grown((before or {}).get(key), after[key]) for key in after}
         return {key: value for key, value in added.items() if value not in (0, {})}
@@ -55,7 +55,7 @@ def grown(before: Any, after: Any) -> Any:
 
 
 def parameters(params: dict[str, Any], extra: Any, seed: Any) -> Any:
-    """vLLM's parameters of a request."""
+    """Return vLLM's parameters of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -71,7 +71,7 @@ def parameters(params: dict[str, Any], extra: Any, seed: Any) -> Any:
 
 
 def answer(out: Any) -> list[dict[str, Any]]:
-    """All that a request's completions say."""
+    """Return every part of a request's completions that tests compare."""
 
     def listed(positions: Any) -> Any:
         return positions and [
@@ -93,7 +93,7 @@ def answer(out: Any) -> list[dict[str, Any]]:
 
 
 class Server:
-    """One engine and what a test may do to it.
+    """One engine, and what a test may change in it.
 
     Args:
         case: See the module.
@@ -128,7 +128,7 @@ class Server:
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.executor = core.model_executor
-        # With several ranks the workers are processes of their own.
+        # With several ranks each worker is a separate process.
         driver = getattr(self.executor, "driver_worker", None)
         self.worker = None if driver is None else driver.worker
         self.tide = getattr(self.worker, "tide", None)
@@ -148,7 +148,7 @@ class Server:
         policy_start.start_policy = policy_start.start_predicting = start
 
     def _spoil_drafts(self) -> None:
-        """Model Runner V1: let works say what the draft's logits are."""
+        """Model Runner V1: let a work change the draft's logits."""
         from scripted import spoilt
 
         inner = self.tide.on_draft_logits
@@ -160,7 +160,7 @@ class Server:
         self.tide.on_draft_logits = on_draft_logits
 
     def work(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Do one work; its report."""
+        """Run one work and return its report."""
         from vllm.exceptions import VLLMClientError
 
         self._prepare(work)
@@ -182,10 +182,10 @@ class Server:
             outputs = self.llm.generate(
                 prompts, params, use_tqdm=False, priority=work.get("priority")
             )
-            said = ""
+            error_text = ""
         except VLLMClientError as error:
-            outputs, said = [], str(error)
-        report: dict[str, Any] = {"error": said}
+            outputs, error_text = [], str(error)
+        report: dict[str, Any] = {"error": error_text}
         report["tokens"] = [list(out.outputs[0].token_ids) for out in outputs]
         if work.get("answers"):
             report["answers"] = [answer(out) for out in outputs]
@@ -223,14 +223,15 @@ class Server:
             if not work.get("keep_memory"):
                 self._forget_memory()
             for _ in range(most if self.v2 else 0):
-                # How deep the first step drafts was decided by an earlier policy, and
-                # a depth grows by one a step.
+                # The depth of the first step was decided by an earlier policy, and a
+                # depth
+                # grows by one per step.
                 if self.control.depth < most:
                     self._land()
         self.watch.begin(len(work["prompts"]))
 
     def _land(self) -> None:
-        """On Model Runner V2 steps under way land with the next one: a prompt's."""
+        """On Model Runner V2 the last steps land with the next one: serve a prompt."""
         if self.v2:
             from vllm import SamplingParams
 
@@ -249,14 +250,14 @@ class Server:
             )
 
     def _counts(self) -> dict[str, Any]:
-        """Everything that only grows."""
+        """Return every value that only grows."""
         counts: dict[str, Any] = {
             "metrics": {
                 metric.name + str(sorted(metric.labels.items())): metric.value
                 for metric in self.llm.get_metrics()
                 if hasattr(metric, "value")
             },
-            # `get_metrics` leaves out names that are not vLLM's.
+            # `get_metrics` leaves out names without vLLM's prefix.
             "prefixes": by_label("prefix_verified_tokens_total", "prefix"),
             "prefixes_accepted": by_label("prefix_accepted_tokens_total", "prefix"),
             "contexts": by_label("step_accepted_tokens_count", "context"),
@@ -281,7 +282,7 @@ class Server:
         return counts
 
     def _state(self) -> dict[str, Any]:
-        """What is so now."""
+        """Return the current state."""
         if self.worker is None:
             return {}
         runner = self.worker.model_runner
@@ -314,7 +315,7 @@ class Server:
 
 
 class Watch:
-    """On Model Runner V1, what control does in each step of a work."""
+    """On Model Runner V1: record what control does in each step of a work."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -329,7 +330,7 @@ class Watch:
         def seen_choose(req_ids: list[str], tokens: Any) -> Any:
             drafts = {}
             if control._planned == req_ids:
-                # Requests are numbered on and on; vLLM appends a random suffix.
+                # Request numbers grow over works; vLLM appends a random suffix.
                 numbers = [int(req_id.split("-")[0]) for req_id in req_ids]
                 names = [str(number % self._requests) for number in numbers]
                 drafts = dict(zip(names, tokens, strict=True))
@@ -350,7 +351,7 @@ class Watch:
         self._asked = 0
 
     def report(self) -> dict[str, Any]:
-        """Drafts by request in each step; how often the scheduler asked for drafts."""
+        """Record drafts by request in each step; count the scheduler's requests."""
         control = self._server.control
         if self._server.v2 or control is None:
             return {}

@@ -1,4 +1,4 @@
-"""Drives `offline.py` from a test."""
+"""Start and drive `offline.py` from a test."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SCRIPT = Path(__file__).with_name("offline.py")
 
 
 class OfflineEngine:
-    """A real engine in a process of its own."""
+    """A real engine in a separate process."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         """Start it and wait until its models are loaded."""
         case = {"runner": "v1", **case}
-        # Closed with us. With `log` the server's log goes there.
+        # Closed with this object. With `log` the server's log is written there.
         log = case.get("log")
         self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         argv = [str(SCRIPT), json.dumps(case)]
         self._process: Any
         if log or "tensor_parallel_size" in case.get("engine", {}):
-            # vLLM's own logging, and its workers, begin with a process of their own.
+            # vLLM's own logging and its workers start with a new process.
             self._process = subprocess.Popen(
                 [sys.executable, *argv],
                 stdin=subprocess.PIPE,
@@ -48,14 +48,14 @@ class OfflineEngine:
         self.close()
 
     def work(self, prompts: list[list[int]], **work: Any) -> dict[str, Any]:
-        """Generate; `prompts` are token ids. Returns the report."""
+        """Generate for prompts of token ids and return the report."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, **work}) + "\n")
         self._process.stdin.flush()
         return json.loads(self._expect("REPORT "))
 
     def close(self) -> int:
-        """End it in order; the exit status."""
+        """Stop it gracefully and return the exit status."""
         if self._process.poll() is None and self._process.stdin is not None:
             self._process.stdin.write("null\n")
             self._process.stdin.close()
@@ -65,7 +65,7 @@ class OfflineEngine:
             self._process.kill()
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         self._process.kill()
         self._process.wait()
 
@@ -79,6 +79,6 @@ class OfflineEngine:
 
 
 def only_manifest(run_dir: Path) -> EngineManifest:
-    """The one live engine's manifest."""
+    """Return the manifest of the only live engine."""
     (manifest,) = read_manifests(run_dir)
     return manifest

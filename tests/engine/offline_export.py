@@ -1,4 +1,4 @@
-"""Loads an exported draft in vLLM offline, as `vllm serve` would; reports what it did.
+"""Load an exported draft in vLLM offline, as `vllm serve` would; report the outputs.
 
 Argument: JSON with `model` and perhaps `speculative_config`.
 """
@@ -17,7 +17,7 @@ os.environ |= {
 
 
 def main() -> None:
-    """Generate greedily; print one JSON line."""
+    """Generate greedily and print one JSON line."""
     import vllm
     from vllm import LLM, SamplingParams
 

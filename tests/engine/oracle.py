@@ -1,4 +1,4 @@
-"""Captured records against a Transformers forward over the tokens that they saw."""
+"""Compare captured records with a Transformers forward over the same tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CLOSE = {"atol": 0.02, "rtol": 0.02}
 
 
 class Oracle:
-    """Transformers' own forward in fp32."""
+    """Transformers' forward in float32."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def __call__(self, tokens: list[int]) -> tuple[torch.Tensor, ...]:
-        """Features [S, 3H], final hidden [S, H] and log-probabilities [S, V]."""
+        """Return features [S, 3H], final hidden [S, H] and log-probabilities [S, V]."""
         with torch.no_grad():
             out = self.model(torch.tensor([tokens]), output_hidden_states=True)
         states = out.hidden_states
@@ -28,7 +28,7 @@ class Oracle:
         return features, states[-1][0], torch.log_softmax(out.logits[0], dim=-1)
 
     def check_record(self, record: Record, committed: dict[int, int]) -> None:
-        """Compare every row of a record; `committed`: tokens by position."""
+        """Compare every row of a record; `committed` holds tokens by position."""
         prefix = [committed[i] for i in range(record.start)]
         features, hidden, logprobs = self(prefix + record.token_ids.tolist())
         rows = slice(record.start, record.start + record.num_rows)
@@ -49,10 +49,10 @@ class Oracle:
     def check(
         self, records: list[Record], sequences: list[list[int]]
     ) -> list[tuple[int, ...]]:
-        """Replay records in order; the committed tokens of each request.
+        """Replay records in order and return the committed tokens of each request.
 
         Args:
-            sequences: What was served: tokens that a prefix cache left out.
+            sequences: Served tokens, used where a prefix cache left rows out.
         """
         committed: dict[int, dict[int, int]] = {}
         for record in records:
@@ -74,7 +74,7 @@ class Oracle:
         return [tuple(m[i] for i in sorted(m)) for m in committed.values()]
 
     def check_whole(self, records: list[Record], sequences: list[list[int]]) -> None:
-        """The same, and every token but the last, never an input, has its row."""
+        """As `check`, and every token but the last, never an input, has its row."""
         rebuilt = self.check(records, sequences)
         for sequence in sequences:
             assert any(r[: len(sequence)] == tuple(sequence) for r in rebuilt)

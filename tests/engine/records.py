@@ -1,4 +1,4 @@
-"""Reading and comparing captured records in tests."""
+"""Read and compare captured records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_tide.transport.ring import RingReader
 
 
 def drain(reader: RingReader) -> list[Record]:
-    """All records that wait."""
+    """Return all records in the ring."""
     records = []
     while (record := reader.read()) is not None:
         records.append(record)
@@ -21,14 +21,14 @@ def drain(reader: RingReader) -> list[Record]:
 
 
 def floats(array: np.ndarray) -> torch.Tensor:
-    """Values as they came over the wire, float32."""
+    """Return values after the transport, in float32."""
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(array.astype(np.float32))
 
 
 def counted(records: list[Record]) -> Counter[tuple[Any, ...]]:
-    """What a record says besides features and teacher, whichever request it is of."""
+    """Return the fields of a record besides features, teacher and request key."""
     return Counter(
         (r.phase, r.start, r.num_accepted, r.next_token, tuple(r.token_ids))
         for r in records
@@ -36,7 +36,7 @@ def counted(records: list[Record]) -> Counter[tuple[Any, ...]]:
 
 
 def drafted(records: list[Record]) -> list[list[int]]:
-    """Drafted tokens, in order of generation."""
+    """Return drafted tokens in order of generation."""
     return [
         record.token_ids[1:].tolist()
         for record in records
@@ -45,7 +45,7 @@ def drafted(records: list[Record]) -> list[list[int]]:
 
 
 def longest_drafts(records: list[Record], prompts: list[list[int]]) -> list[int]:
-    """Most drafts that a step verified, by prompt; each is prefilled in one step."""
+    """Return the most drafts verified in a step, by prompt of one prefill step."""
     longest, which = [-1] * len(prompts), {}
     for record in records:
         if record.phase == Phase.PREFILL:
@@ -57,6 +57,6 @@ def longest_drafts(records: list[Record], prompts: list[list[int]]) -> list[int]
 
 
 def metric(report: dict[str, Any], name: str) -> float:
-    """What a counter of vLLM's speculation grew by in a work."""
+    """Return the growth of a counter of vLLM's speculation in a work."""
     start = f"vllm:spec_decode_num_{name}["
     return sum(v for k, v in report["metrics"].items() if k.startswith(start))

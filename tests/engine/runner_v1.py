@@ -1,4 +1,4 @@
-"""The arrays of a V1 runner, and steps of `ControlV1` over them, without vLLM."""
+"""Arrays of a V1 runner, and steps of `ControlV1` over them, without vLLM."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ PROMPT = 5
 
 
 def request(**xargs):
-    """State of a request that decodes for long."""
+    """Return the state of a request that decodes for long."""
     params = SimpleNamespace(
         max_tokens=1000,
         temperature=0.0,
@@ -28,7 +28,7 @@ def request(**xargs):
 class Engine:
     """Requests that decode, and one step over them; `replace` brings others.
 
-    The target says 7 for ever; the draft says 1.
+    The target always predicts token 7 and the draft token 1.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         self.drafts = {}
 
     def replace(self, place, name, **xargs):
-        """A request ends, and another begins in its place, at its prompt."""
+        """End a request and begin another in its place, at its prompt."""
         self.ended.append(self.reqs[place])
         self.reqs[place] = name
         self.runner.requests[name] = request(**xargs)
@@ -67,11 +67,11 @@ class Engine:
         self.batch.num_tokens_no_spec[place] = PROMPT
 
     def remove(self):
-        """The last request ends."""
+        """End the last request."""
         self.ended.append(self.reqs.pop())
 
     def step(self, sure=0.9):
-        """One step; passes that ran, drafts to come. The draft's are all rejected."""
+        """Run a step; return draft passes and next drafts. All drafts are rejected."""
         control, reqs = self.control, self.reqs
         num = len(reqs)
         spec = {r: d for r, d in self.drafts.items() if d and r in reqs}
@@ -107,7 +107,7 @@ class Engine:
         committed = [row[row >= 0].tolist() for row in sampled]
         self.ended_step = step = landed_step(self.runner, output, committed, 0)
         control.fill(step)
-        self.cost, self.told = step.cost, dict(step.explored)
+        self.cost, self.explored_slots = step.cost, dict(step.explored)
         control.end()
         # As the scheduler does: a request without an entry has no drafts.
         made = control.choose(reqs, [[1] * steps for _ in reqs])

@@ -1,4 +1,4 @@
-"""Samples of speculative engines against Transformers' own."""
+"""Compare samples of speculative engines with Transformers' own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = '{"id": "queue.Queue", "line": 12, "name": "'
 
 
 def prompt() -> list[int]:
-    """One after which the demo's draft gets accepted, and much may be drawn."""
+    """Return a prompt after which the demo's draft is accepted and entropy is high."""
     file = DEMO / "target" / "tokenizer.json"
     return list(Tokenizer.from_file(str(file)).encode(TEXT).ids)
 
@@ -23,7 +23,7 @@ def prompt() -> list[int]:
 def drawn(
     target: Any, ids: list[int], samples: int, count: int, temperature: float
 ) -> list[list[int]]:
-    """What Transformers draws, always the same."""
+    """Return samples of Transformers with a fixed seed."""
     torch.manual_seed(0)
     out = target.generate(
         torch.tensor([ids] * samples),
@@ -47,7 +47,7 @@ def check_distribution(
     temperature: float = 1.0,
     **work: Any,
 ) -> dict[str, Any]:
-    """Samples of a prompt have the target's distribution at every position.
+    """Assert that samples have the target's distribution at every position.
 
     Seeds are fixed: a pass today is a pass tomorrow.
     """

@@ -1,4 +1,4 @@
-"""Policies that a work names, and a memory that is certain of anything."""
+"""Policies that a work names, and a memory with full certainty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Scripted:
-    """A policy that follows a script, whatever it observes.
+    """A policy that follows a script and ignores what it observes.
 
     Args:
         script: [steps, most verified (-1: a random prefix)] per engine step, cycled.
@@ -23,7 +23,7 @@ class Scripted:
     def __init__(self, script: list[list[int]], seed: int = 0) -> None:
         self.script = script
         self.random = np.random.default_rng(seed)
-        self.round = -1
+        self.step = -1
         self.size = 0
         self.limit = [0, 0]
         self.drafted = 0
@@ -32,32 +32,32 @@ class Scripted:
         self.memory = self.remembered = None
 
     def plan(self, batch, now):
-        """The script's next line."""
+        """Plan the script's next line."""
         from vllm_tide.control.batch import Plan
 
-        self.round += 1
+        self.step += 1
         self.size = len(batch.slots)
         self.memory = batch.memory
-        self.limit = self.script[self.round % len(self.script)]
+        self.limit = self.script[self.step % len(self.script)]
         self.drafted = 0
         return Plan(self.limit[0], "script")
 
     def go_on(self, step, confidence):
-        """Until the script's number of steps."""
+        """Continue until the script's number of steps."""
         assert len(confidence) == self.size
         self.drafted = step
         self.confidences.append([float(value) for value in confidence])
         return step < self.limit[0]
 
     def choose(self):
-        """A random prefix of each request's drafts, or all of them."""
+        """Choose a random prefix of each request's drafts, or all of them."""
         most = min(self.limit[1], self.drafted)
         lengths = np.full(self.size, most)
         if self.limit[1] < 0:
             lengths = self.random.integers(0, self.drafted + 1, self.size)
         self.remembered = None
         if self.memory is not None:
-            # Any of either source, at any length.
+            # Either source at any length.
             there = (self.memory.survival >= 0).sum(axis=0)
             self.remembered = (self.random.random(self.size) < 0.6) & (there > 0)
             other = self.random.integers(0, there + 1)
@@ -71,18 +71,18 @@ class Scripted:
         self.outcomes["emitted"] += int(outcome.emitted.sum())
 
     def add(self, slot, sampled, now):
-        """Nothing to keep."""
+        """Store nothing."""
 
     def drop(self, slot):
-        """Nothing to forget."""
+        """Forget nothing."""
 
     def draft_swapped(self):
-        """Nothing was learnt."""
+        """Learn nothing."""
 
     def stats(self):
-        """The numbers that an adapter reads for its report."""
+        """Return the numbers that an adapter reads for its report."""
         return {
-            "steps": self.round,
+            "steps": self.step,
             "draft_passes": 0,
             "steps_by_depth": [],
             "steps_without_drafts": {},
@@ -90,7 +90,7 @@ class Scripted:
 
 
 def policy_of(script: Any, control: Any) -> Any:
-    """The policy of a script, or the real one of that name."""
+    """Return the policy of a script, or the real one of that name."""
     from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, StaticPolicy
     from vllm_tide.control.step_times import StepTimes
 
@@ -133,13 +133,13 @@ def spoilt(logits: Any, changes: list[list[Any]]) -> None:
 
 
 class Garbage:
-    """Makes memories propose random tokens with full certainty, while it is on."""
+    """Makes memories propose random tokens with full certainty while it is enabled."""
 
     def __init__(self) -> None:
         self.on = False
 
     def on_v1(self) -> None:
-        """Take the place of the look-up of Model Runner V1."""
+        """Replace the lookup of Model Runner V1."""
         from vllm_tide.memory.ngram import NgramIndex
 
         inner, random = NgramIndex.propose, np.random.default_rng(0)
@@ -153,7 +153,7 @@ class Garbage:
         NgramIndex.propose = propose
 
     def on_v2(self) -> None:
-        """The same on the device, for Model Runner V2."""
+        """Replace the lookup on the device, for Model Runner V2."""
         import torch
 
         from vllm_tide.kernels.ngram_memory import NgramTable
@@ -167,6 +167,6 @@ class Garbage:
                 shape = drafts[:, :depth].shape
                 drafts[:, :depth] = torch.randint(0, 256, shape, generator=random)
                 table.first[: len(slots)] = -1 - own
-                table.whose[slots] = 1
+                table.is_memory[slots] = 1
 
         NgramTable.choose = choose

@@ -1,4 +1,4 @@
-"""Kinds of real engines that tests share, and the trainer's side of one."""
+"""Kinds of real engines that tests share, and the trainer's end of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def topk(policy: str) -> dict[str, Any]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    # Greedy requests are drafted for greedily all the same.
+    # Greedy requests still get greedy drafts.
     "v1": {"runner": "v1", "tide": STATIC, "drawn": "probabilistic"},
     "v1-control": {
         "runner": "v1",
@@ -60,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def engine_case(run_dir: Path, kind: dict[str, Any], **change: Any) -> dict[str, Any]:
-    """The case of `offline.py` for a kind; blocks for two long requests at a time."""
+    """Return the case of `offline.py` for a kind; KV blocks for two long requests."""
     case = {key: kind[key] for key in kind if key not in ("tide", "most")}
     given = kind["tide"]
     tide: dict[str, Any] = {"run_dir": str(run_dir), "train": {"autostart": False}}
@@ -86,7 +86,7 @@ def engine_case(run_dir: Path, kind: dict[str, Any], **change: Any) -> dict[str,
 
 
 def on_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """As a trainer publishes them: name to (type, shape, bytes)."""
+    """Return tensors as a trainer publishes them: name to (type, shape, bytes)."""
     return {
         name: (
             str(t.dtype).removeprefix("torch."),
@@ -120,12 +120,12 @@ class Served:
         return self._writer
 
     def records(self) -> list[Record]:
-        """Those that wait, end records left out."""
-        found = [] if self.reader is None else drain(self.reader)
-        return [record for record in found if record.num_rows]
+        """Return the records in the ring without end records."""
+        records = [] if self.reader is None else drain(self.reader)
+        return [record for record in records if record.num_rows]
 
     def __call__(self, prompts: list[list[int]], **work: Any) -> dict[str, Any]:
-        """Serve prompts: the report, with `records` of the work.
+        """Serve prompts and return the report, with `records` of the work.
 
         `max_tokens`, `temperature`, `stop` are parameters; the rest see `offline.py`.
         """
@@ -142,11 +142,11 @@ class Served:
         return report
 
     def publish(self, tensors: dict[str, torch.Tensor], **meta: Any) -> str:
-        """Publish and serve until it is installed or refused: why it was refused."""
+        """Publish and serve until installed or refused; return why it was refused."""
         version = self.writer.latest_version + 1
-        told = on_wire(tensors)
+        received = on_wire(tensors)
         self.writer.publish(
-            told, version=version, parent_version=version - 1, meta=meta
+            received, version=version, parent_version=version - 1, meta=meta
         )
         until = time.monotonic() + 120
         while True:

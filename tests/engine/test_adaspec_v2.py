@@ -1,4 +1,4 @@
-"""AdaSpec one step late, as on Model Runner V2, on an engine made of numbers."""
+"""AdaSpec one step late, as on Model Runner V2, on a simulated engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEEP = TimeModel(ForwardModel((1, 64), (1e-3, 64e-3), 0.0), DRAFT, DRAFT)
 
 
 class Engine:
-    """Drafts as deep as it was told a step ago and accepts as confidence says."""
+    """Drafts as deep as planned a step ago; accepts with the drafts' confidence."""
 
     def __init__(self, monkeypatch, model: TimeModel) -> None:
         self.now = 0.0
@@ -56,12 +56,12 @@ class Engine:
         self.depths: list[int] = []
         self.verified = 0
 
-    def run(self, rounds: int, mean: float) -> None:
-        """So many rounds with drafts that are right with this mean chance."""
-        for _ in range(rounds):
-            self._round(mean)
+    def run(self, num_steps: int, mean: float) -> None:
+        """Run steps with drafts that are right with this mean chance."""
+        for _ in range(num_steps):
+            self._step(mean)
 
-    def _round(self, mean: float) -> None:
+    def _step(self, mean: float) -> None:
         control, n = self.control, REQUESTS
         depth = control.depth
         drafts = np.array([len(row) for row in self.drafted])
@@ -108,20 +108,20 @@ def _prefix(right: np.ndarray) -> int:
 
 
 def test_the_first_pass_is_part_of_the_plain_step():
-    apart, kept = FLAT, FirstPassAlways(StepTimes(FLAT))
+    apart, always = FLAT, FirstPassAlways(StepTimes(FLAT))
     first = apart.draft_curve(3, 60, 3, 1)[1]
     np.testing.assert_allclose(
-        kept.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
+        always.target_curve(3, 60, 6), apart.target_curve(3, 60, 6) + first
     )
-    beside = kept.draft_curve(3, 60, 9, 4)
+    beside = always.draft_curve(3, 60, 9, 4)
     assert beside[0] == beside[1] == 0.0
     np.testing.assert_allclose(
         np.diff(beside[1:]), np.diff(apart.draft_curve(3, 60, 9, 4))[1:]
     )
-    assert kept.draft_curve(3, 60, 9, 0).tolist() == [0.0]
+    assert always.draft_curve(3, 60, 9, 0).tolist() == [0.0]
 
 
-def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
+def test_only_offered_lengths_and_the_last_position_have_finite_cost():
     all_of_them = FirstPassAlways(FLAT).draft_curve(3, 60, 9, 7)
     offered = FirstPassAlways(FLAT, [0, 1, 3, 7])
     there = [0, 1, 3, 7]
@@ -133,7 +133,7 @@ def test_a_length_that_is_not_offered_never_pays_but_for_the_last_room():
     assert (little[[2, 4]] > 1e3).all()
 
 
-def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch):
+def test_nothing_is_verified_where_drafting_does_not_pay(monkeypatch):
     engine = Engine(monkeypatch, STEEP)
     engine.run(300, 0.2)
     before = engine.verified
@@ -144,7 +144,7 @@ def test_where_drafting_does_not_pay_nothing_is_verified(monkeypatch):
     assert engine.verified - before < 0.05 * 100 * REQUESTS
 
 
-def test_while_off_it_looks_and_comes_back_when_drafts_become_good(monkeypatch):
+def test_drafting_resumes_when_drafts_become_good(monkeypatch):
     engine = Engine(monkeypatch, MIDDLE)
     engine.run(300, 0.02)
     off = engine.verified

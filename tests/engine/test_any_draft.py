@@ -1,4 +1,4 @@
-"""Any draft, same answers: the claim on which everything else stands (V1).
+"""Any draft, same answers: the claim of lossless speculation (V1).
 
 The draft's logits become anything, at the seam where vLLM draws drafts from them; then
 the drafts themselves do, by publications. Greedy answers stay the target's own, and
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ENGINE = "v1"
 COUNT = 4
 TEMPERATURES = (0.3, 1.0)
-# Of a right sampler one comparison in a million falls below.
+# A correct sampler falls below this once in a million comparisons.
 LEAST_P = 1e-6
 
 FEW, MANY = (
@@ -51,14 +51,14 @@ spoils = st.lists(changes, min_size=1, max_size=3)
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """`plain(samples, temperature)`: what Transformers draws without any draft."""
+    """Return `plain(samples, temperature)`: Transformers' samples without a draft."""
     return cache(lambda samples, t: drawn(target, prompt(), samples, COUNT, t))
 
 
 def check(
     served: Any, greedy: Any, drawn: list[list[int]], temperature: float, **work: Any
 ) -> int:
-    """Compare all answers; how many drafted tokens were accepted."""
+    """Compare all answers and return the number of accepted drafted tokens."""
     report = served(PROMPTS, forget=True, max_tokens=12, **work)
     assert report["tokens"] == greedy(PROMPTS, 12)
     more = {"max_tokens": COUNT, "temperature": temperature, "seed": 1}
@@ -70,7 +70,7 @@ def check(
     return sum(r.num_accepted for r in sampled["records"])
 
 
-def test_the_draft_as_it_is_gets_tokens_accepted(served, greedy, plain):
+def test_drafts_of_the_demo_are_accepted(served, greedy, plain):
     assert check(served, greedy, plain(96, 1.0), 1.0) > 96
 
 
@@ -78,9 +78,7 @@ def test_the_draft_as_it_is_gets_tokens_accepted(served, greedy, plain):
 @example(spoil=[("fill", 1.0, "nan", 0)], temperature=1.0)
 @example(spoil=[("fill", 0.5, "inf", 0)], temperature=1.0)
 @given(spoil=spoils, temperature=st.sampled_from(TEMPERATURES))
-def test_any_logits_of_a_draft_leave_the_answers(
-    served, greedy, plain, spoil, temperature
-):
+def test_any_draft_logits_keep_the_answers(served, greedy, plain, spoil, temperature):
     check(served, greedy, plain(96, temperature), temperature, spoil=spoil)
 
 
@@ -88,21 +86,19 @@ def test_any_logits_of_a_draft_leave_the_answers(
 @pytest.mark.timeout(3600)
 @MANY
 @given(spoil=spoils, temperature=st.sampled_from(TEMPERATURES))
-def test_many_logits_of_a_draft_leave_the_answers(
-    served, greedy, plain, spoil, temperature
-):
+def test_many_draft_logits_keep_the_answers(served, greedy, plain, spoil, temperature):
     check(served, greedy, plain(256, temperature), temperature, spoil=spoil)
 
 
-def test_a_draft_that_grows_by_publications_leaves_the_answers(
+def test_a_draft_that_grows_by_publications_keeps_the_answers(
     served, greedy, plain, own_draft
 ):
-    """Four tensors times 15 again and again: attention would overflow at last."""
+    """Scale four tensors by 15 again and again: attention would overflow at last."""
     tensors = dict(own_draft)
     named = [name for name in tensors if name.split(".")[-2] in ATTACK]
-    said = []
+    drafted = []
     for _ in range(3):
         tensors |= {name: 15.0 * tensors[name] for name in named}
-        said.append(served.publish(tensors))
-    assert said == ["", "norm", "norm"]
+        drafted.append(served.publish(tensors))
+    assert drafted == ["", "norm", "norm"]
     check(served, greedy, plain(96, 1.0), 1.0)

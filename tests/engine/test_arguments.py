@@ -1,4 +1,4 @@
-"""A draft that does not fit is refused before a model loads, with one sentence."""
+"""A draft that does not fit is refused before a model loads, in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusal(config, target) -> str:
         ({"tide": {"preset": "observe"}}, None),
     ],
 )
-def test_the_last_cached_block_is_kept_unless_said_otherwise(
+def test_the_last_cached_block_is_used_unless_configured_otherwise(
     changes, dropped, target, target_dir, tmp_path
 ):
     from vllm_tide.engine.arguments import check_speculative_config
@@ -62,12 +62,12 @@ def test_the_last_cached_block_is_kept_unless_said_otherwise(
     assert config.get("disable_eagle_block_drop") is dropped
 
 
-def test_a_run_directory_that_cannot_be_written_ends_the_start(target, tmp_path):
+def test_an_unwritable_run_directory_ends_the_start(target, tmp_path):
     (tmp_path / "file").write_text("")
     run_dir = str(tmp_path / "file" / "run")
     config = {"model": "x/y", "num_speculative_tokens": 3, "tide": {"run_dir": run_dir}}
-    said = refusal(config, target)
-    assert said.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
+    text = refusal(config, target)
+    assert text.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
 
 
 CASES = [
@@ -79,28 +79,28 @@ CASES = [
     ({"draft_vocab_size": 999}, "its draft_vocab_size is 999, but the target's"),
     (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
-        "is [1, 2, 9], but the target has 4 layers; the ids must lie in 0..4",
+        "is [1, 2, 9], but the target has 4 layers; the ids must be distinct",
     ),
     (
         {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
-        "is [1, 1, 2], but the target has 4 layers; the ids must lie in 0..4",
+        "is [1, 1, 2], but the target has 4 layers; the ids must be distinct",
     ),
     (
         {"eagle_aux_hidden_state_layer_ids": "2"},
         "is '2', but the target has 4 layers",
     ),
-    # Sizes that vLLM's loader would believe.
+    # Sizes that vLLM's loader would accept.
     ({"intermediate_size": 10**12}, "intermediate_size is 1000000000000; it must be"),
     ({"head_dim": 10**11}, "head_dim is 100000000000; it must be"),
     ({"head_dim": "x"}, "head_dim is 'x'; it must be"),
     ({"num_key_value_heads": [2]}, "num_key_value_heads is [2]; it must be"),
     ({"rms_norm_eps": "x"}, "could not convert string to float"),
-    ({"transformer_layer_config": [1]}, "another kind than it must be"),
+    ({"transformer_layer_config": [1]}, "a value has the wrong type"),
     (
         {"intermediate_size": 129},
-        "mlp.down_proj.weight has shape (64, 128), the config asks for (64, 129)",
+        "mlp.down_proj.weight has shape (64, 128), the config requires (64, 129)",
     ),
-    ({"draft_vocab_size": 300}, "lm_head.weight has shape (320, 64), the config asks"),
+    ({"draft_vocab_size": 300}, "lm_head.weight has shape (320, 64), the config re"),
     # Long ones are not printed whole.
     ({"eagle_aux_hidden_state_layer_ids": [0] * 10**6}, "but the target has 4 layers"),
     ({"hidden_size": "x" * 10**6}, "but the target's hidden size is 64"),
@@ -113,13 +113,13 @@ def test_a_draft_that_does_not_fit_is_refused(
 ):
     draft = toys.make_draft(tmp_path / "draft", target_dir, **change)
     config = {"method": "eagle3", "model": str(draft), "tide": {}}
-    said = refusal(config, target)
-    assert said.startswith("model: ")
-    assert sentence in said
-    assert len(said) < 600 and "\n" not in said
+    message = refusal(config, target)
+    assert message.startswith("model: ")
+    assert sentence in message
+    assert len(message) < 600 and "\n" not in message
 
 
-def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_path):
+def test_a_draft_of_another_method_is_left_to_vllm(target, target_dir, tmp_path):
     from vllm_tide.engine.arguments import check_speculative_config
 
     change = {"attention_bias": True, "intermediate_size": 129}
@@ -129,29 +129,29 @@ def test_a_draft_that_only_vllm_can_serve_is_left_to_it(target, target_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"draft_sample_method": "probabilistic"},
-            "tide.test_time.memory: a token of the memory's has no draft probability, ",
+            "tide.test_time.memory: its tokens have no draft probability, ",
         ),
         ({"parallel_drafting": True}, "parallel_drafting: tide."),
         ({"disable_padded_drafter_batch": True}, "disable_padded_drafter_batch: tide."),
         ({"draft_sample_method": "greedy"}, None),
     ],
 )
-def test_drafts_that_a_memory_cannot_stand_beside_are_refused(
-    change, said, target, target_dir, tmp_path
+def test_drafts_that_exclude_a_memory_are_refused(
+    change, message, target, target_dir, tmp_path
 ):
     from vllm_tide.engine.arguments import check_speculative_config
 
     draft = toys.make_draft(tmp_path / "draft", target_dir)
     section = {"test_time": {"memory": "ngram"}, "control": {"policy": "static"}}
     config = {"method": "eagle3", "model": str(draft), "tide": section, **change}
-    if said is None:
+    if message is None:
         check_speculative_config(config, target)
     else:
-        assert refusal(config, target).startswith(said)
+        assert refusal(config, target).startswith(message)
 
 
 def test_missing_and_unreadable_drafts(target, tmp_path):
@@ -165,7 +165,7 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"method": "ngram"},
@@ -173,14 +173,14 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
         ),
         (
             {"rejection_sample_method": "synthetic"},
-            "rejection_sample_method: 'synthetic' makes up acceptance",
+            "rejection_sample_method: 'synthetic' does not compare drafts",
         ),
         ({"rejection_sample_method": "fly"}, "rejection_sample_method: "),
         ({"draft_lm_head_quantization": "fp8"}, "draft_lm_head_quantization: "),
     ],
 )
-def test_options_that_tide_cannot_serve_are_refused(change, said, target):
-    assert refusal({"model": "x", "tide": {}, **change}, target).startswith(said)
+def test_unsupported_options_are_refused(change, message, target):
+    assert refusal({"model": "x", "tide": {}, **change}, target).startswith(message)
 
 
 def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -190,15 +190,15 @@ def serve(target_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
-def parsed(monkeypatch, *words: str) -> Any:
-    """What `vllm serve` makes of a command line."""
+def parsed(monkeypatch, *argv: str) -> Any:
+    """Return what `vllm serve` makes of a command line."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    monkeypatch.setattr(sys, "argv", ["vllm", *words])
+    monkeypatch.setattr(sys, "argv", ["vllm", *argv])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return parser.parse_args(list(words)).speculative_config
+    return parser.parse_args(list(argv)).speculative_config
 
 
 @pytest.mark.parametrize("option", ["--speculative-config", "-sc"])
@@ -220,7 +220,7 @@ def test_dotted_keys_change_a_file_and_stand_alone(option, monkeypatch, tmp_path
     assert parsed(monkeypatch, option, '{"tide": {}}') == {"tide": {}}
 
 
-def test_vllm_s_own_yaml_file_is_taken_and_changed(monkeypatch, tmp_path):
+def test_vllms_yaml_file_is_read_and_changed(monkeypatch, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("speculative-config:\n  model: fresh\n  tide: {preset: learn}\n")
     given = {"model": "fresh", "tide": {"preset": "learn"}}
@@ -234,21 +234,21 @@ def test_vllm_s_own_yaml_file_is_taken_and_changed(monkeypatch, tmp_path):
     assert parsed(monkeypatch, "--speculative-config", str(file)) == given
 
 
-def test_all_mistakes_are_in_one_refusal(monkeypatch, tmp_path, capsys):
+def test_all_mistakes_are_in_one_message(monkeypatch, tmp_path, capsys):
     file = tmp_path / "tide.json"
     file.write_text('{"method": "ngram", "tide": {"captur": {}}}')
     with pytest.raises(SystemExit) as ended:
         parsed(monkeypatch, "--speculative-config", str(file))
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
     for key in ("method: tide trains", "tide.captur: unknown"):
-        assert key in said
+        assert key in stderr
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--speculative-config", str(tmp_path / "nope.json"))
     assert "/nope.json' cannot be read (No such file" in capsys.readouterr().err
 
 
-def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
+def test_vllms_own_validation_errors_are_one_line(monkeypatch, capsys):
     from pydantic import ValidationError
     from vllm.config import SpeculativeConfig
 
@@ -256,15 +256,13 @@ def test_what_vllm_says_of_its_own_keys_is_a_line_too(monkeypatch, capsys):
     with pytest.raises(ValidationError) as refused:
         SpeculativeConfig(num_speculative_tokens=-3)
     sys.excepthook(ValidationError, refused.value, None)
-    said = capsys.readouterr().err
-    assert said.startswith("error: --speculative-config: num_speculative_tokens: Input")
-    assert said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: --speculative-config: num_speculative_tokens: Input")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
-    target_dir, tmp_path
-):
+def test_vllm_serve_ends_with_a_message_and_no_traceback(target_dir, tmp_path):
     draft = toys.make_draft(tmp_path / "draft", target_dir, hidden_size=128)
     section = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
     done = serve(target_dir, "--speculative-config", json.dumps(section | {"tide": {}}))
@@ -283,10 +281,10 @@ def test_vllm_serve_ends_with_the_sentence_and_not_with_a_traceback(
             "num_speculative_tokens_per_batch_size: tide.control chooses the length",
         ),
         ({"disable_padded_drafter_batch": True}, {}, "disable_padded_drafter_batch: "),
-        ({"parallel_drafting": True}, {}, "parallel_drafting: tide.control stops"),
+        ({"parallel_drafting": True}, {}, "parallel_drafting: tide.control may stop"),
     ],
 )
-def test_what_control_cannot_work_with_is_refused(
+def test_control_options_that_cannot_work_are_refused(
     extra, control, start, target, target_dir, tmp_path
 ):
     draft = toys.make_draft(tmp_path / "draft", target_dir)

@@ -24,7 +24,7 @@ ADASPEC = {"control": {"policy": "adaspec"}}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As on a GPU, whatever this is."""
+    """Simulate a GPU on any machine."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
@@ -39,7 +39,7 @@ def draft(tmp_path_factory, target_dir) -> str:
 
 @pytest.fixture
 def heard():
-    """What was said at the start."""
+    """Warnings of the start."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = records.append  # type: ignore[method-assign]
@@ -56,14 +56,14 @@ def test_a_limit_with_adaptive_verification_needs_predicted_times(gpu, target, d
     check_speculative_config(dict(config), target)
     limited = {"control": {"policy": "threshold", "slo_tpot_ms": 40}}
     assert refusal(config | {"tide": limited}, target).startswith(
-        "tide.control.slo_tpot_ms: 'threshold' predicts no times"
+        "tide.control.slo_tpot_ms: 'threshold' predicts no step times"
     )
     limited["control"]["policy"] = "adaspec"
     check_speculative_config(config | {"tide": limited}, target)
 
 
 def engine_on(device: str = "cuda", requests: int = 8, **speculative: Any) -> Any:
-    """vLLM's configuration of an engine, as far as it is looked at."""
+    """Return vLLM's configuration of an engine, as far as TIDE reads it."""
     from vllm.config import VllmConfig
 
     engine = Config(
@@ -116,7 +116,7 @@ REFUSED = [
     (
         "speculative_config",
         {"tide": {"control": {"policy": "threshold", "verify": False}}, **ADAPTIVE},
-        "tide.control.verify: false keeps every drafted token",
+        "tide.control.verify: false verifies every drafted token",
     ),
     (
         "speculative_config",
@@ -126,7 +126,7 @@ REFUSED = [
     (
         "speculative_config",
         {"draft_sample_method": "probabilistic"},
-        "draft_sample_method: with 'probabilistic' tide does not see",
+        "draft_sample_method: with 'probabilistic' the probability of the",
     ),
     ("", {"kv_transfer_config": object()}, "--kv-transfer-config: "),
     ("", {"weight_transfer_config": object()}, "--weight-transfer-config: "),
@@ -137,7 +137,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("part", "change", "start"), REFUSED)
-def test_what_tide_cannot_do_is_refused(part, change, start, tmp_path, monkeypatch):
+def test_unsupported_features_are_refused(part, change, start, tmp_path, monkeypatch):
     from vllm_tide.engine.arguments import check_engine_config
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -159,14 +159,14 @@ def test_what_tide_cannot_do_is_refused(part, change, start, tmp_path, monkeypat
         {"tide": {"control": {"policy": "threshold"}}},
     ],
 )
-def test_what_tide_can_do_is_not_refused(change, tmp_path, monkeypatch):
+def test_supported_features_are_not_refused(change, tmp_path, monkeypatch):
     from vllm_tide.engine.arguments import check_engine_config
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     check_engine_config(engine_on("cpu", **change))
 
 
-def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
+def test_a_mixture_of_experts_on_several_ranks_disables_control(heard):
     from vllm_tide.engine.arguments import check_engine_config
 
     config = engine_on("cpu", tide=ADASPEC)
@@ -185,26 +185,26 @@ def test_a_mixture_of_experts_on_several_ranks_has_no_control(heard):
         check_engine_config(config)
     speculative.tide = {"control": {"min_gain": 0.1}}
     check_engine_config(config)
-    (said,) = heard
-    assert "--data-parallel-size" in said.getMessage()
+    (warning,) = heard
+    assert "--data-parallel-size" in warning.getMessage()
     control = parse_tide(speculative.tide).control
     assert (control.policy, control.min_gain) == ("static", 0.1)
 
 
 def resolved(speculative: dict[str, Any], target, **change: Any) -> Any:
-    """The configuration on a GPU as every process has it, from what a user wrote."""
+    """Return the configuration of every process on a GPU, from what a user wrote."""
     from vllm_tide.engine.arguments import check_engine_config, check_speculative_config
 
     written = copy.deepcopy(speculative)
     check_speculative_config(written, target)
-    check_speculative_config(written, target)  # vLLM asks twice
+    check_speculative_config(written, target)  # vLLM calls it twice
     engine = engine_on(**{k: written[k] for k in written if k != "model"})
     vars(engine).update(change)
     check_engine_config(engine)
     return engine
 
 
-def test_nothing_set_is_the_whole_product_on_a_gpu(gpu, target, draft, heard):
+def test_defaults_on_a_gpu_enable_everything(gpu, target, draft, heard):
     engine = resolved({"model": draft, "tide": {}}, target)
     tide = parse_tide(engine.speculative_config.tide)
     assert tide == TideConfig() and tide.control.policy == "adaspec"
@@ -223,7 +223,7 @@ def test_nothing_set_is_the_whole_product_on_a_gpu(gpu, target, draft, heard):
         ({}, {"enable_adaptive_verification": False}, False),
     ],
 )
-def test_what_the_operator_says_of_adaptive_verification_stays(
+def test_the_operators_adaptive_verification_setting_is_unchanged(
     section, more, on, gpu, target, draft
 ):
     engine = resolved({"model": draft, "tide": section, **more}, target)
@@ -231,7 +231,7 @@ def test_what_the_operator_says_of_adaptive_verification_stays(
 
 
 class Chosen:
-    """An attention backend that plans from the lengths that the host knows."""
+    """An attention backend that plans from the host's lengths."""
 
     name = "FLASHY"
 
@@ -244,29 +244,29 @@ class Chosen:
         return False
 
 
-EAGER = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
+NO_FULL_GRAPHS = Config(cudagraph_mode=Config(has_full_cudagraphs=lambda: False))
 
 
 @pytest.mark.parametrize(
     ("part", "value", "why"),
     [
-        ("compilation_config", EAGER, "requires full CUDA graphs"),
+        ("compilation_config", NO_FULL_GRAPHS, "requires full CUDA graphs"),
         ("aux_output_config", Config(enabled=True), "enable-return-routed-experts"),
         (
             "attention_config",
             Config(backend=None, backend_per_kind={"full": Chosen}),
-            "--attention-backend FLASHY cannot do it.",
+            "--attention-backend FLASHY lacks support.",
         ),
     ],
 )
-def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
+def test_refused_adaptive_verification_is_disabled_with_one_warning(
     part, value, why, gpu, target, draft, heard
 ):
     engine = resolved({"model": draft, "tide": {}}, target, **{part: value})
     assert engine.speculative_config.enable_adaptive_verification is False
     assert parse_tide(engine.speculative_config.tide).control.policy == "adaspec"
-    (said,) = heard
-    assert said.levelname == "WARNING" and why in said.getMessage()
+    (warning,) = heard
+    assert warning.levelname == "WARNING" and why in warning.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,7 @@ def test_where_vllm_refuses_adaptive_verification_it_stays_off_in_one_sentence(
         {"parallel_drafting": True},
     ],
 )
-def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
-    extra, target, draft, heard
-):
+def test_unrequested_control_is_disabled_with_one_warning(extra, target, draft, heard):
     from vllm_tide.engine.arguments import check_speculative_config
 
     section = {"control": {"min_gain": 0.1}}
@@ -288,8 +286,8 @@ def test_control_that_nobody_asked_for_is_left_out_in_one_sentence(
     # In the dictionary: so scheduler, workers and trainer read the same.
     tide = parse_tide(config["tide"])
     assert tide.control.policy == "static" and tide.train.autostart
-    (said,) = heard
-    assert next(iter(extra)) in said.getMessage()
+    (warning,) = heard
+    assert next(iter(extra)) in warning.getMessage()
     check_speculative_config(config, target)
     assert len(heard) == 1
 

@@ -58,7 +58,7 @@ class Step:
         self.logits = torch.randn(6, VOCAB, generator=generator)
 
     def end(self, aux: bool = True, **of_step: Any) -> None:
-        """The step ends."""
+        """End the step."""
         names = self.runner.input_batch.req_ids
         requests = [
             SimpleNamespace(
@@ -106,7 +106,7 @@ def step():
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_a_metadata_only_record_is_the_full_one_without_its_rows(step, teacher):
+def test_a_metadata_only_record_equals_the_full_one_without_rows(step, teacher):
     full, light = step(teacher), step(teacher)
     light.reader.set_collect(Collect.METADATA)
     left_out = {"key", "features", "teacher_start"} | {
@@ -140,7 +140,7 @@ def test_nothing_is_copied_while_the_trainer_does_not_collect(
     one.reader.set_collect(Collect.METADATA)
 
     def never(*_args, **_kwargs):
-        raise AssertionError("work was done for rows nobody wants")
+        raise AssertionError("rows were processed without a consumer")
 
     monkeypatch.setattr(one.capture._stage, "fill", never)
     monkeypatch.setattr(torch, "log_softmax", never)
@@ -155,7 +155,7 @@ def test_features_are_not_needed_for_metadata_only_records(step):
 
 
 @pytest.mark.parametrize("first", [Collect.FULL, Collect.METADATA])
-def test_a_wish_that_changes_inside_a_step_gives_sound_records(step, first):
+def test_a_collect_mode_that_changes_inside_a_step_gives_valid_records(step, first):
     one = step("topk")
     one.reader.set_collect(first)
     one.capture.on_logits(one.logits)
@@ -177,30 +177,30 @@ def test_every_record_of_a_request_carries_its_tenant(step):
     assert {r.tenant for r in step().run()} == {0}
 
 
-def test_a_tenant_that_is_no_name_is_not_captured(step):
+def test_an_invalid_tenant_is_not_captured(step):
     one = step(extra={"tide_tenant": ["a", "b"]})
     assert one.run() == []
     assert one.capture.dropped == {"malformed_tenant": 2}
 
 
-def test_a_record_has_its_steps_cost_and_the_chance_of_its_drafts(step):
+def test_a_record_has_its_steps_cost_and_verify_chance(step):
     full = step()
     records = full.run(cost=1.5, explored={"b": 0.125, "x": 0.5})
-    told = {(r.phase, r.cost, r.verify_chance) for r in records if not r.finished}
-    assert {cost for _, cost, _ in told} == {1.5}
-    assert {chance for _, _, chance in told} == {1.0, 0.125}
+    recorded = {(r.phase, r.cost, r.verify_chance) for r in records if not r.finished}
+    assert {cost for _, cost, _ in recorded} == {1.5}
+    assert {chance for _, _, chance in recorded} == {1.0, 0.125}
 
 
-def test_a_record_says_that_its_drafts_were_the_memory_s(step):
+def test_a_record_is_marked_when_its_drafts_came_from_the_memory(step):
     for light in (False, True):
         one = step()
         one.reader.set_collect(Collect.METADATA if light else Collect.FULL)
         records = one.run(aux=not light, memory=np.array([False, True]))
-        told = [r.memory for r in records if not r.finished]
-        assert told == [False, True] * (len(told) // 2) and told
+        from_memory = [r.memory for r in records if not r.finished]
+        assert from_memory == [False, True] * (len(from_memory) // 2) and from_memory
 
 
-def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
+def test_after_a_pause_no_older_step_is_mixed_into_a_record(step):
     for resumed in (False, True):
         one = step("topk")
         one.end()
@@ -214,7 +214,9 @@ def test_after_a_pause_nothing_of_an_older_step_is_taken_for_this_ones(step):
         assert record.phase == Phase.VERIFY and record.draft_version == 7 * resumed
 
 
-def test_a_fault_amid_a_step_does_not_hide_who_drafted_after_it(step, monkeypatch):
+def test_a_fault_inside_a_step_does_not_hide_the_source_of_its_drafts(
+    step, monkeypatch
+):
     one = step()
     one.end()
     one.capture.draft_version = 4
@@ -228,7 +230,7 @@ def test_a_fault_amid_a_step_does_not_hide_who_drafted_after_it(step, monkeypatc
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_in_a_pause_nothing_leaves_and_running_requests_end(step, teacher):
+def test_a_pause_stops_output_and_ends_running_requests(step, teacher):
     one = step(teacher)
     one.capture.on_logits(one.logits)
     one.end()

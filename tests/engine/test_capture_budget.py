@@ -1,4 +1,4 @@
-"""More traffic than the trainer takes: whole requests of it, and nothing else."""
+"""More traffic than the trainer reads: whole requests of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Server:
         self.offered += int(bounds[-1])
 
     def take(self, rows: float) -> int:
-        """The trainer reads about so many rows, if there are."""
+        """Read about so many rows, if present."""
         taken = 0
         while taken < rows and (record := self.reader.read()) is not None:
             taken += record.num_rows
@@ -98,7 +98,7 @@ class Server:
         return taken
 
     def whole(self) -> tuple[int, int]:
-        """Captured requests that ended, and those of them with every row."""
+        """Return captured requests that ended, and those of them with every row."""
         self.take(float("inf"))
         ended = [key for key in self.read if key in self.served]
         return len(ended), sum(self.read[key] == self.served[key] for key in ended)
@@ -123,7 +123,7 @@ def server():
 
 
 @pytest.mark.parametrize("seconds", [1, 6])
-def test_a_sixth_of_the_traffic_is_captured_as_whole_requests(server, seconds):
+def test_one_sixth_of_the_traffic_is_captured_as_whole_requests(server, seconds):
     """At 30,000 rows/s offered and 5,000 taken."""
     each = server(seconds)
     rate, taken, owed = 5_000, 0, 0.0
@@ -143,7 +143,7 @@ def test_a_sixth_of_the_traffic_is_captured_as_whole_requests(server, seconds):
     assert each.capture.dropped["over_budget"] == each.offered - each.staged
 
 
-def test_a_trainer_that_stood_still_is_fed_again(server):
+def test_a_trainer_that_stalled_receives_rows_again(server):
     each = server(2)
     for _ in range(6 * STEPS):
         each.step()
@@ -156,27 +156,27 @@ def test_a_trainer_that_stood_still_is_fed_again(server):
     assert taken >= 0.8 * 5_000 * 10
 
 
-def test_a_request_longer_than_the_ring_is_not_shut_out_for_good():
-    """With none admitted nothing could be learnt."""
+def test_a_request_longer_than_the_ring_is_admitted_again():
+    """If none were admitted, nothing could be learned."""
     ring = SimpleNamespace(
         level=lambda: (0, 0), capacity=1 << 20, spec=SimpleNamespace(row_bytes=1 << 10)
     )
     budget, now = RowBudget(lambda: now[0]), [0.0]
     budget._output_rows = 1e6
-    budget.look(ring)
+    budget.update(ring)
     ticket = SimpleNamespace(key=1, prompt=-1, rows=0)
     assert budget.take(ticket, 10, 5000) is None
     assert budget.take(SimpleNamespace(key=2, prompt=-1, rows=0), 10, 5) is not None
 
 
-def test_what_the_prefix_cache_holds_is_not_owed(server):
-    """Long prompts with a common beginning: few of their rows ever come."""
+def test_rows_from_the_prefix_cache_use_no_budget(server):
+    """Long prompts with a common beginning: few of their rows are ever captured."""
     each = server(2)
     capture, budget = each.capture, each.capture.budget
     rows = np.zeros((10, len(LAYERS) * H), np.uint16)
     step = step_rows(each.ids.numpy(), rows, rows[:, :H].copy(), None, version=0)
     for number in range(30):
-        budget.look(each.ring)
+        budget.update(each.ring)
         ticket = capture._admit(f"long{number}", None, True)
         assert budget.take(ticket, 10, 1000) is None
         of = {"count": 10, "start": 990, "num_prompt_tokens": 1000, "committed": 1}
@@ -185,7 +185,7 @@ def test_what_the_prefix_cache_holds_is_not_owed(server):
 
 
 @pytest.mark.parametrize("by_trainer", [True, False])
-def test_a_step_of_a_pause_leaves_nothing_though_it_lands_after_it(server, by_trainer):
+def test_a_step_of_a_pause_writes_nothing_though_it_lands_after_it(server, by_trainer):
     each = server(2)
     capture = each.capture
     capture.stage = lambda *args, stage=capture.stage: (stage(*args), resume())

@@ -1,4 +1,4 @@
-"""A pause and `vllm-tide capture off`: nothing leaves the engine, token ids neither."""
+"""During a pause or `vllm-tide capture off` nothing, no token id, is captured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.test_capture import HIDDEN, TOPK, VOCAB, Step
 from tests.transport.spool_toys import ToyEngine
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture import switch
-from vllm_tide.capture.switch import heed_switches
+from vllm_tide.capture.switch import watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.metrics import TideProm
 from vllm_tide.transport.rendezvous import write_manifest
@@ -36,22 +36,22 @@ def until(true, seconds=60):
         time.sleep(0.02)
 
 
-def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
+def test_the_switch_applies_to_every_engine_of_the_run_directory(
     step, tmp_path, capsys, caplog, monkeypatch
 ):
-    monkeypatch.setattr(switch, "LOOK_S", 0.02)
+    monkeypatch.setattr(switch, "POLL_S", 0.02)
     caplog.set_level(logging.INFO, "vllm.tide")
     where = ["--run-dir", str(tmp_path)]
     write_manifest(tmp_path, make_manifest())
-    ended = heed_switches(step.capture, tmp_path)
+    ended = watch_capture_switch(step.capture, tmp_path)
     try:
-        assert step.capture.wish is Collect.FULL
+        assert step.capture.collect_mode is Collect.FULL
         assert main(["capture", "off", *where]) == 0
         until(lambda: step.capture.off)
         assert [r for r in step.run() if r.num_rows] == []
         assert step.capture.dropped["paused"] == 20
         other = Step("hidden")  # of an engine that starts now
-        heed_switches(other.capture, tmp_path).set()
+        watch_capture_switch(other.capture, tmp_path).set()
         assert other.capture.off and other.run() == []
         other.close()
         assert main(["capture", "on", *where]) == 0
@@ -65,46 +65,46 @@ def test_the_switch_holds_for_the_run_directory_whoever_starts_there(
     assert any("capture is off (capture_off.json)" in r.message for r in caplog.records)
 
 
-def test_a_pause_holds_while_no_trainer_runs(step, tmp_path, capsys):
+def test_a_pause_applies_while_no_trainer_runs(step, tmp_path, capsys):
     (tmp_path / "paused.json").write_text("{}")
-    heed_switches(step.capture, tmp_path).set()
-    assert step.capture.wish is Collect.NOTHING
+    watch_capture_switch(step.capture, tmp_path).set()
+    assert step.capture.collect_mode is Collect.NOTHING
     write_manifest(tmp_path, make_manifest())
     write_manifest(tmp_path, make_manifest("e2"))
     assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
     assert "but paused: `vllm-tide resume`; 2 engines follow" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wanted", ["off", "on"])
-def test_a_switch_that_no_engine_follows_is_said(tmp_path, capsys, wanted):
-    """Another run directory than the server's: capture there would go on."""
+@pytest.mark.parametrize("state", ["off", "on"])
+def test_a_switch_that_no_engine_follows_is_reported(tmp_path, capsys, state):
+    """With another run directory than the server's, capture there continues."""
     absent = tmp_path / "a" / "b"
-    said = (
-        f"capture is {wanted} in %s; 0 engines follow: is it the server's --run-dir?\n"
+    message = (
+        f"capture is {state} in %s; 0 engines follow: is it the server's --run-dir?\n"
     )
-    assert main(["capture", wanted, "--run-dir", str(absent)]) == 1
-    none = f"error: no run directory {absent}: nothing is set; give --run-dir\n"
-    expected = ("", none) if wanted == "off" else (said % absent, "")
+    assert main(["capture", state, "--run-dir", str(absent)]) == 1
+    none = f"error: no run directory {absent}: nothing set; give --run-dir\n"
+    expected = ("", none) if state == "off" else (message % absent, "")
     assert capsys.readouterr() == expected
     assert list(tmp_path.iterdir()) == []
-    # One that starts there follows it.
+    # An engine that starts there follows it.
     dead = make_manifest(pid=2**22 + 1)
     write_manifest(tmp_path, dead)
-    assert main(["capture", wanted, "--run-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr() == (said % tmp_path, "")
-    assert (tmp_path / "capture_off.json").exists() == (wanted == "off")
+    assert main(["capture", state, "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr() == (message % tmp_path, "")
+    assert (tmp_path / "capture_off.json").exists() == (state == "off")
 
 
 @pytest.mark.parametrize("name", ["paused.json", "capture_off.json"])
-def test_a_switch_in_the_temporary_directory_does_not_grow_old(step, tmp_path, name):
-    """systemd-tmpfiles removes from /tmp what is ten days old: capture would go on."""
+def test_a_switch_in_the_temporary_directory_does_not_age(step, tmp_path, name):
+    """systemd-tmpfiles removes files of ten days from /tmp: capture would resume."""
     (tmp_path / name).write_text("{}")
     os.utime(tmp_path / name, (0, 0))
-    heed_switches(step.capture, tmp_path).set()
+    watch_capture_switch(step.capture, tmp_path).set()
     assert time.time() - (tmp_path / name).stat().st_mtime < 60
 
 
-def test_a_run_directory_that_is_none_is_a_sentence(tmp_path, capsys):
+def test_an_unusable_run_directory_gives_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["capture", "off", "--run-dir", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
@@ -125,8 +125,8 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
         relay.tick()
         relay._writer.flush()
 
-    told = ReaderState("i", unix=1.0, collect=False, paused=True)
-    engine.folder(store).write_reader("trainer", told)
+    state = ReaderState("i", unix=1.0, collect=False, paused=True)
+    engine.folder(store).write_reader("trainer", state)
     tick()
     step.capture.on_logits(step.logits)
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
     engine.close()
 
 
-def test_the_gauge_is_there_where_capture_is():
+def test_the_gauge_exists_where_capture_does():
     prom = TideProm({0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0"}
 

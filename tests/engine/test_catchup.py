@@ -1,4 +1,4 @@
-"""What is kept for the draft while it does not run, against a plain list of it."""
+"""Rows stored for the draft while it does not run, compared with a plain list."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ SLOTS, LAYERS = 6, 3
 
 
 class Reference:
-    """Every row that was kept, in order: (slot, position, number)."""
+    """Every stored row in order: (slot, position, number)."""
 
     def __init__(self, most_rows):
         self.most = most_rows
@@ -31,20 +31,20 @@ class Reference:
                 del rows[key]
 
     def of(self, slot):
-        """Numbers of the last positions that follow each other, the first of them."""
-        found = [
+        """Return the last run of consecutive positions."""
+        missed = [
             (p, n) for _, rows in self.steps for (s, p), n in rows.items() if s == slot
         ]
-        kept = []
-        for position, number in reversed(found):
-            if kept and kept[-1][0] != position + 1:
+        stored = []
+        for position, number in reversed(missed):
+            if stored and stored[-1][0] != position + 1:
                 break
-            kept.append((position, number))
-        return kept[::-1], len(found)
+            stored.append((position, number))
+        return stored[::-1], len(missed)
 
 
 @pytest.mark.parametrize("hidden", [2, MIB // (4 * LAYERS * 40)])
-def test_what_is_kept_is_what_was_missed(hidden):
+def test_missed_rows_are_stored(hidden):
     """Prompts and steps of one row, requests that end, rejected rows, padded tensors;
     with wide rows some 40 of them fit, and older ones are dropped."""
     rng = np.random.default_rng(hidden)
@@ -65,29 +65,29 @@ def test_what_is_kept_is_what_was_missed(hidden):
         padded = int(rows.sum()) + int(rng.integers(3))
         base = number + torch.arange(padded, dtype=torch.float32)[:, None]
         layers = [(base + 0.25 * i).repeat(1, hidden) for i in range(LAYERS)]
-        kept = {
+        stored = {
             (slot, position[slot] + j): number + first[i] + j
             for i, slot in enumerate(slots)
             for j in range(count[i])
         }
         step = slots, first, count, position[slots]
         backlog.keep(layers, *step, int(rows.sum()))
-        reference.keep(kept, padded)
+        reference.keep(stored, padded)
         position[slots] += count
         number += padded
         for slot in range(SLOTS):
-            wanted, missing = reference.of(slot)
+            expected, missing = reference.of(slot)
             assert backlog.missing[slot] == missing
-            start, found = backlog._span(slot)
-            assert len(found) == len(wanted)
-            if not len(found):
+            start, span = backlog._span(slot)
+            assert len(span) == len(expected)
+            if not len(span):
                 continue
             compared += 1
-            assert start == wanted[0][0]
-            features = backlog._features(found).view(len(found), LAYERS, hidden)
-            said = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
-            assert (said == torch.tensor([n for _, n in wanted])[:, None, None]).all()
-        if rng.random() < 0.2:  # the draft catches some of them up
+            assert start == expected[0][0]
+            features = backlog._features(span).view(len(span), LAYERS, hidden)
+            seen = features[:, :, [0, -1]] - 0.25 * torch.arange(LAYERS)[:, None]
+            assert (seen == torch.tensor([n for _, n in expected])[:, None, None]).all()
+        if rng.random() < 0.2:  # the draft catches up on some of them
             caught = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)]
             backlog.seen(caught)
             for slot in caught:
@@ -97,7 +97,7 @@ def test_what_is_kept_is_what_was_missed(hidden):
     assert (backlog.holes > 0) == (hidden > 2)
 
 
-def test_nothing_is_held_once_nothing_is_missed():
+def test_nothing_is_stored_once_nothing_is_missing():
     runner = SimpleNamespace(dtype=torch.float32)
     backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
     one = np.ones(2, np.int64)
@@ -114,11 +114,11 @@ def test_nothing_is_held_once_nothing_is_missed():
     backlog.forget(0)
     assert len(backlog._steps) == 2
     backlog.forget(1)
-    assert len(backlog._steps) == 1, "one that nobody waits for any more"
+    assert len(backlog._steps) == 1, "a step that no request needs"
 
 
-def test_a_part_of_a_buffer_is_copied():
-    """An embedding that is a feature lies in a buffer which the next step writes."""
+def test_part_of_a_buffer_is_copied():
+    """An embedding feature is in a buffer that the next step overwrites."""
     runner = SimpleNamespace(dtype=torch.float32)
     backlog = DraftBacklog(runner, 1, LAYERS, 2, SLOTS)
     buffer, own = torch.full((8, 2), 7.0), torch.full((3, 2), 5.0)
@@ -126,5 +126,5 @@ def test_a_part_of_a_buffer_is_copied():
     backlog.keep([buffer[:3], own, own], one, one - 1, 3 * one, one - 1, 3)
     assert backlog._steps[0].features[1] is own
     buffer.zero_()
-    _, found = backlog._span(1)
-    assert backlog._features(found).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3
+    _, rows = backlog._span(1)
+    assert backlog._features(rows).tolist() == [[7.0, 7.0, 5.0, 5.0, 5.0, 5.0]] * 3

@@ -1,4 +1,4 @@
-"""A compiled V1 engine that logs: any lengths, swaps, and what its log says."""
+"""A compiled V1 engine with its log: any lengths, swaps, log lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
 ):
     served, log = compiled
 
-    def said(sentence: str) -> None:
+    def logs(sentence: str) -> None:
         pattern, until = re.compile(f"INFO .*{sentence}"), time.monotonic() + 60
         while not pattern.findall(log.read_text()):
             assert time.monotonic() < until, (sentence, log.read_text()[-4000:])
@@ -45,22 +45,22 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
         assert report["faults"] == report["control_faults"] == {}
         return report, drafted(report["records"])
 
-    said("captures tokens and hidden states of 100% of the requests, of every tenant")
-    said("not say tide_capture false and have no cache_salt.*vllm-tide capture off")
-    said(f"{served.run_dir}; policy 'threshold', up to 5 draft.*no trainer is started")
+    logs("captures tokens and hidden states of 100% of the requests of all tenants")
+    logs("without tide_capture false and without cache_salt.*vllm-tide capture off")
+    logs(f"{served.run_dir}; policy 'threshold', up to 5 draft.*no trainer is started")
     disk, by_disk = all_drafts()
     varied = served(PROMPTS, forget=True, max_tokens=24, script=VARIED)
     assert varied["tokens"] == disk["tokens"] and varied["outcomes"]["accepted"] > 10
     assert served.publish(other_draft) == ""
-    said(r"draft 1 is live; pause [\d.]+ ms")
+    logs(r"draft 1 is live; pause [\d.]+ ms")
     other, by_other = all_drafts()
     assert served.publish(own_draft, rollback_of=1, to=0, reason="slower") == ""
-    said(r"draft 2 is live, a rollback of 1 to the weights of 0 \('slower'\); pause")
+    logs(r"draft 2 is live, a rollback of 1 to the weights of 0 \('slower'\); pause")
     back, by_back = all_drafts()
     assert disk["addresses"] == other["addresses"] == back["addresses"]
     assert by_disk == by_back != by_other
     served.reader.set_collect(False)
-    said("the trainer asks for no rows")
+    logs("the trainer requests no rows")
     served.reader.set_collect(True)
-    said("the trainer asks for rows again")
+    logs("the trainer requests rows again")
     assert log.read_text().count("is live") == 2

@@ -1,4 +1,4 @@
-"""Who may be captured: what a request says, whether it is salted, what is counted."""
+"""Which requests are captured: arguments of a request, salts, counted refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_tide.config import CaptureConfig, TideConfig
 from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.worker_v1 import WorkerTideV1
-from vllm_tide.engine.worker_v2 import MADE_UP, WorkerTideV2
+from vllm_tide.engine.worker_v2 import DUMMY_REQUEST_PREFIXES, WorkerTideV2
 from vllm_tide.metrics import ENGINE
 from vllm_tide.transport.ring import RingSpec, RingWriter
 
@@ -28,7 +28,7 @@ YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "ma
 
 
 @pytest.mark.parametrize(
-    ("consent", "said", "refusal"),
+    ("consent", "xargs", "refusal"),
     [
         ("opt_out", {}, None),
         ("opt_out", YES, None),
@@ -44,31 +44,31 @@ YES, NO, ODD = {"tide_capture": True}, {"tide_capture": 0}, {"tide_capture": "ma
         ("off", NO, "consent_off"),
     ],
 )
-def test_consent(consent: Consent, said: dict[str, Any], refusal: str | None) -> None:
+def test_consent(consent: Consent, xargs: dict[str, Any], refusal: str | None) -> None:
     policy = CapturePolicy(1.0, consent=consent)
-    assert policy.admit(said, supported=True).refusal == refusal
+    assert policy.admit(xargs, supported=True).refusal == refusal
 
 
-@pytest.mark.parametrize("said", [{}, YES])
-def test_a_salted_request_is_kept_out_whatever_it_says(said: dict[str, Any]) -> None:
-    ticket = CapturePolicy(1.0).admit(said, supported=True, salted=True)
+@pytest.mark.parametrize("xargs", [{}, YES])
+def test_a_salted_request_is_never_captured(xargs: dict[str, Any]) -> None:
+    ticket = CapturePolicy(1.0).admit(xargs, supported=True, salted=True)
     assert ticket.refusal == "salted"
     ticket = CapturePolicy(1.0).admit(NO, supported=True, salted=True)
     assert ticket.refusal == "opted_out"
 
 
-def test_who_is_not_sampled_is_not_captured() -> None:
+def test_a_request_that_is_not_sampled_is_not_captured() -> None:
     assert CapturePolicy(0.0).admit(YES, supported=True).refusal == "not_sampled"
 
 
-def test_a_request_that_caps_its_drafts_is_known() -> None:
+def test_a_request_with_a_draft_cap_is_marked() -> None:
     """Three of them with no drafts at all had a good draft rolled back."""
     admit = CapturePolicy(1.0).admit
     assert admit({"tide_k_max": 0}, supported=True).capped
     assert not admit(YES, supported=True).capped
 
 
-def test_every_reason_is_told_and_counts_requests() -> None:
+def test_every_reason_is_reported_and_counts_requests() -> None:
     (text,) = [metric.text for metric in ENGINE if metric.name == "dropped_rows"]
     assert [reason for reason in REFUSALS if reason not in text] == []
     assert frozenset(REFUSALS) == REQUEST_REASONS
@@ -76,7 +76,7 @@ def test_every_reason_is_told_and_counts_requests() -> None:
 
 
 def salted(**salts: str | None) -> Any:
-    """A scheduler with requests that have these salts."""
+    """Return a scheduler with requests that have these salts."""
     return idle_scheduler(
         {
             name: SimpleNamespace(cache_salt=salt, num_prompt_tokens=1)
@@ -100,8 +100,8 @@ def new(*req_ids: str) -> list[Any]:
 
 
 def test_the_scheduler_names_the_new_requests_with_a_salt() -> None:
-    held = salted(a=None, b="pepper", c="", d="salt")
-    tide = SchedulerTide(3, held, TideConfig())
+    new_requests = salted(a=None, b="pepper", c="", d="salt")
+    tide = SchedulerTide(3, new_requests, TideConfig())
     assert tide.control(new("a", "b", "c", "gone")) == {"salted": ["b"]}
     assert tide.control(new("a")) is None
     tide.observe({"staged": 2})
@@ -136,7 +136,7 @@ def ring() -> Iterator[RingWriter]:
 
 
 def made(kind: type[Any], ring: RingWriter, consent: Consent = "opt_out") -> Any:
-    """A worker's part of TIDE with nothing but capture."""
+    """The worker's part of TIDE with capture alone."""
     tide = object.__new__(kind)
     tide.capture = Admission(ring, CaptureConfig(consent=consent))
     tide.control = tide.swapper = tide._verification = None
@@ -155,7 +155,7 @@ def step(brought: list[Any], order: Any, ended: tuple[str, ...] = ()) -> Any:
 
 
 @pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
-def test_a_salt_counts_before_the_request_is_decided_about(
+def test_a_salt_counts_before_the_admission_of_the_request(
     kind: type[Any], ring: RingWriter
 ) -> None:
     tide = made(kind, ring)
@@ -164,7 +164,7 @@ def test_a_salt_counts_before_the_request_is_decided_about(
     assert [ticket.refusal for ticket in tickets] == [None, "salted"]
     assert tide.capture.dropped == {"salted": 1}
     assert tide._guard.faults == {}
-    # Nothing is remembered of a request that ended.
+    # Nothing is stored about a request that ended.
     tide.begin_step(step([], None, ("a", "b")))
     assert not tide.capture._tickets and not tide.capture._salted
 
@@ -173,7 +173,7 @@ def test_a_salt_counts_before_the_request_is_decided_about(
 def test_nothing_is_written_before_a_step_is_launched(
     ring: RingWriter, brought: tuple[str, ...]
 ) -> None:
-    """Where there is a step: at its end. An empty one has nobody to wait for."""
+    """At the end of a step, if there is one. An empty step has nothing to wait for."""
     tide, done = made(WorkerTideV2, ring), []
     landed = SimpleNamespace(ended=("x",), req_ids=["x"])
 
@@ -192,24 +192,24 @@ def test_nothing_is_written_before_a_step_is_launched(
     assert done == order and not tide._guard.faults
 
 
-def test_every_request_that_vllm_makes_up_is_known_as_such() -> None:
+def test_dummy_requests_of_vllm_are_recognized() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    found = set()
+    prefixes = set()
     folder = Path(spec.origin).parent
     files = [folder / "v1/worker/gpu/warmup.py", *folder.glob("**/warmup/*.py")]
     for file in files:
         text = file.read_text()
-        found |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
-        found |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
-    assert found == set(MADE_UP)
+        prefixes |= set(re.findall(r'req_id_prefix(?:: str)? ?= ?"([^"]+)"', text))
+        prefixes |= set(re.findall(r'req_ids? = \[?f"([^"{]+)', text))
+    assert prefixes == set(DUMMY_REQUEST_PREFIXES)
 
 
 @pytest.mark.parametrize(
     ("consent", "dropped"),
     [("opt_in", {"not_opted_in": 1}), ("off", {"consent_off": 1}), ("opt_out", {})],
 )
-def test_the_recorder_obeys_the_knob(
+def test_the_recorder_follows_the_knob(
     ring: RingWriter, consent: Consent, dropped: dict[str, int]
 ) -> None:
     tide = made(WorkerTideV2, ring, consent)
@@ -218,7 +218,7 @@ def test_the_recorder_obeys_the_knob(
 
 
 @pytest.mark.parametrize("kind", [WorkerTideV1, WorkerTideV2])
-def test_capture_comes_back_and_has_not_forgotten_who_must_not_be_captured(
+def test_excluded_requests_stay_excluded_when_capture_resumes(
     kind: type[Any], ring: RingWriter
 ) -> None:
     tide, now = made(kind, ring), [0.0]

@@ -48,7 +48,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
             now[0] += 60.0 * minutes / 2 - 1.0
             before = control._backlog.missing.sum() + control._backlog.holes
             assert engine.step() == (0, [0] * N)
-            assert engine.cost == 0.0, "says nothing of the draft"
+            assert engine.cost == 0.0, "no estimate of the draft"
             assert control._backlog.missing.sum() + control._backlog.holes > before
         now[0] += 2.0
         control._backlog.missing[:] = 0  # nothing here can catch up
@@ -59,7 +59,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
     assert "negative elements" not in caplog.text
 
 
-def test_a_policy_that_cannot_begin_is_tried_ever_more_rarely(monkeypatch):
+def test_a_policy_that_cannot_begin_is_retried_with_backoff(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     engine, tries = Engine(), []
@@ -78,14 +78,14 @@ def test_a_policy_that_cannot_begin_is_tried_ever_more_rarely(monkeypatch):
     assert set(waits[6:]) == {3600.0}
 
 
-def test_followers_follow_and_before_a_start_the_length_is_static():
+def test_followers_follow_and_the_length_is_static_before_a_start():
     assert Engine().step() == (K, [K] * N)
     codes = iter([0, 0])
     follower = Engine(agree=lambda value: next(codes), leader=False)
     assert follower.step() == (0, [0] * N)
 
 
-def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
+def test_a_step_reports_its_cost_and_its_verify_chance():
     engine = Engine()
     control = engine.control
     control.times = StepTimes(published("Llama-3.3-70B", host=1e-3))
@@ -106,9 +106,9 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies():
     control.policy.choose = lambda: np.array([1, 2])
     control.policy.verify_chance = np.array([1.0, 0.125])
     engine.step(sure=0.999)
-    assert engine.told == {}
+    assert engine.explored_slots == {}
     engine.step(sure=0.999)
-    assert engine.told == {"r1": 0.125}, "the drafts that this step verified"
+    assert engine.explored_slots == {"r1": 0.125}, "the drafts that this step verified"
 
 
 def base(model, context):
@@ -116,7 +116,7 @@ def base(model, context):
 
 
 @pytest.mark.parametrize("where", ["_book.admit", "_table.end"])
-def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
+def test_a_fault_outside_the_policy_does_not_leave_the_step(where):
     engine = Engine()
     control = engine.control
 
@@ -133,7 +133,7 @@ def test_a_fault_beside_the_policy_does_not_leave_the_step(where):
     assert engine.step() == (0, [0] * N)
 
 
-def test_a_fault_when_the_draft_is_swapped_does_not_leave_the_step():
+def test_a_fault_in_a_draft_swap_does_not_leave_the_step():
     engine = Engine()
     control = engine.control
     control.start = lambda: None

@@ -1,4 +1,4 @@
-"""Control of Model Runner V2 on made-up steps: what a landed step decides."""
+"""Control of Model Runner V2 on synthetic steps: decisions after a landed step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ K = 4
 def scheduled(
     *running: str, new: str = "", preempted: str = "", grammar: str = ""
 ) -> SimpleNamespace:
-    """What the scheduler says of a step; requests are called by single letters."""
+    """The scheduler's output of a step; requests have single letters as names."""
 
     def arrived(name: str) -> SimpleNamespace:
         params = SimpleNamespace(
@@ -61,7 +61,7 @@ def begun(trims: bool = True, grammar: str = "") -> ControlV2:
 
 
 def landed(confidence: list[float], steps: int, **change: Any) -> Step:
-    """Two requests that verified two drafts each: one accepted, both rejected."""
+    """Return a step in which one of two requests' two drafts was accepted."""
     values: dict[str, Any] = {
         "req_ids": ["a", "b"],
         "bounds": np.array([0, 3, 6]),
@@ -86,7 +86,7 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
 SURE, UNSURE = [0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.3, 0.9]
 
 
-def test_a_sure_draft_goes_one_step_deeper_each_time_and_no_deeper_than_k():
+def test_a_confident_draft_goes_one_step_deeper_up_to_k():
     control = begun()
     for steps, then in ((1, 2), (2, 3), (3, 4), (4, 4)):
         control.learn(landed(SURE, steps))
@@ -95,7 +95,7 @@ def test_a_sure_draft_goes_one_step_deeper_each_time_and_no_deeper_than_k():
     assert control.policy.stats()["accepted_tokens"] == 4
 
 
-def test_an_unsure_step_is_where_the_next_draft_ends():
+def test_the_next_draft_ends_at_an_unsure_step():
     control = begun()
     step = landed(UNSURE, 4)
     control.learn(step)
@@ -104,23 +104,23 @@ def test_an_unsure_step_is_where_the_next_draft_ends():
 
 
 @pytest.mark.parametrize("trims", [True, False])
-def test_drafts_of_steps_ago_decide_only_where_the_next_step_is_decided(trims):
-    """With asynchronous scheduling what is foreseen does, and all drafts are learnt."""
+def test_old_drafts_decide_only_where_the_next_step_is_decided(trims):
+    """With asynchronous scheduling forecasts decide, and all drafts are learned."""
     control = begun(trims)
     plan, go_on = control.policy.plan, control.policy.go_on
     control.policy.plan = lambda *args: replace(plan(*args), foreseen=2)
     shown = []
-    control.policy.go_on = lambda step, said: shown.append(step) or go_on(step, said)
-    for confidence, wanted, looked in ((UNSURE, 3, 3), (SURE, 4, 4)):
+    control.policy.go_on = lambda step, conf: shown.append(step) or go_on(step, conf)
+    for confidence, depth, observed in ((UNSURE, 3, 3), (SURE, 4, 4)):
         control.learn(landed(confidence, 4))
-        assert control.depth == (wanted if trims else 2)
-        assert shown == list(range(1, (looked if trims else 4) + 1))
+        assert control.depth == (depth if trims else 2)
+        assert shown == list(range(1, (observed if trims else 4) + 1))
         shown.clear()
     assert control.faults == {}
 
 
 @pytest.mark.parametrize("trims", [True, False])
-def test_only_drafts_of_the_step_that_landed_are_cut(trims):
+def test_only_drafts_of_the_landed_step_are_cut(trims):
     control = begun(trims)
     step = landed(UNSURE, 4)
     control.learn(step)
@@ -130,7 +130,7 @@ def test_only_drafts_of_the_step_that_landed_are_cut(trims):
     assert control.choose(step.req_ids, [[-1] * 4] * 2) == cut
 
 
-def test_metrics_say_what_ran_and_not_what_the_policy_looked_at():
+def test_metrics_count_what_ran_and_not_what_the_policy_forecast():
     control = begun()
     control.learn(landed(UNSURE, 4))
     control.learn(landed(SURE, 0))
@@ -141,7 +141,7 @@ def test_metrics_say_what_ran_and_not_what_the_policy_looked_at():
     assert control.stats()["draft_depth"] is None
 
 
-def test_a_batch_of_prefill_chunks_says_nothing_about_depth():
+def test_a_batch_of_prefill_chunks_does_not_inform_the_depth():
     control = begun()
     control.learn(landed(UNSURE, 4))
     none = np.array([0, 0])
@@ -159,13 +159,13 @@ def test_ended_and_unknown_requests_are_left_out():
     assert control.faults == {}
 
 
-def test_placeholders_are_no_verified_tokens():
+def test_placeholders_are_not_counted_as_verified():
     control = begun()
     control.learn(landed(SURE, 4, padding=np.array([2, 0])))
     assert control.policy.stats()["verified_tokens"] == 2
 
 
-def test_a_step_after_a_lost_one_teaches_nothing_and_is_planned_for():
+def test_a_step_after_a_lost_one_is_planned_for_but_not_learned():
     control = begun()
     control.learn(landed(SURE, 4))
     control.learn(landed(UNSURE, 4, after_gap=True))
@@ -197,7 +197,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
         step = landed(SURE, 0)
         control.learn(step)
         assert control.policy is None and control.depth == 0
-        assert step.cost == 0.0, "says nothing of the draft"
+        assert step.cost == 0.0, "no estimate of the draft"
         now[0] += 1.0
         control.learn(landed(SURE, 4))
         assert control.policy is policies[-1] and control.depth > 0
@@ -211,7 +211,7 @@ def slots_in(control: ControlV2) -> list[int]:
     return list(control._book.table.slot_of.values())
 
 
-def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies(monkeypatch):
+def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
     control = begun()
     control.times = StepTimes(published("Llama-3.3-70B"))
     step = landed(SURE, 4)
@@ -230,7 +230,7 @@ def test_a_step_says_what_it_cost_and_with_which_chance_it_verifies(monkeypatch)
     control.policy.verify_chance = np.array([1.0, 0.125])
     step = landed(SURE, 4)
     control.learn(step)
-    assert control.explored == {}, "not before the scheduler asks"
+    assert control.explored == {}, "not before the scheduler's call"
     control.choose(step.req_ids, [[-1] * 4] * 2)
     assert control.explored == {"b": 0.125}
     control.choose(["a", "b"], [[-1] * 4] * 2)  # of a step that has not landed
@@ -241,7 +241,7 @@ def slots_of(control: ControlV2) -> set[str]:
     return set(control._book.table.slot_of)
 
 
-def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
+def test_a_preempted_request_releases_its_slot_and_a_running_one_does_not():
     control = ControlV2(2, 1000, ControlConfig(policy="threshold"), K, True)
     control.policy = ThresholdPolicy(K)
     control.admit(scheduled("a", "b", new="ab"))
@@ -253,13 +253,13 @@ def test_a_preempted_request_gives_its_slot_up_and_a_running_one_does_not():
     assert slots_of(control) == {"b", "c"}
 
 
-def test_what_a_grammar_rejects_unseen_is_no_verdict():
-    for trims, grammar, told in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
+def test_drafts_rejected_by_a_grammar_unverified_are_no_outcome():
+    for trims, grammar, accepted in ((False, "b", 2), (False, "", 4), (True, "b", 4)):
         control = begun(trims, grammar)
         control.learn(landed(SURE, 4))
         stats = control.policy.stats()
-        assert (stats["verified_tokens"], stats["accepted_tokens"]) == (told, 1)
-        assert control.stats()["drafted_tokens"] == 8  # it is drafted for as ever
+        assert (stats["verified_tokens"], stats["accepted_tokens"]) == (accepted, 1)
+        assert control.stats()["drafted_tokens"] == 8  # it is drafted for as before
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
     policy.plan = lambda *args: (calls.append("plan"), plan(*args))[1]
     policy.observe = lambda outcome: (calls.append("observe"), observe(outcome))[1]
     control.admit(scheduled(*names, new=names))
-    turns, ones = 12, np.ones(requests, np.int64)
-    for turn in range(turns):
+    num_steps, ones = 12, np.ones(requests, np.int64)
+    for number in range(num_steps):
         step = landed(
             [],
             K,
@@ -284,7 +284,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
             bounds=np.arange(requests + 1) * (K + 1),
             drafts=K * ones,
             padding=0 * ones,
-            start=20 * ones + turn,
+            start=20 * ones + number,
             emitted=3 * ones,
             sampled=np.tile(ones, (K + 1, 1)).T,
             drafted=ones,
@@ -294,23 +294,23 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
         control.learn(step)
         calls.append("step")
     assert not control.faults
-    assert calls.count("plan") == calls.count("observe") == turns // every
+    assert calls.count("plan") == calls.count("observe") == num_steps // every
     if every > 1:
         # What was planned after one step is observed when the next has landed.
         after = calls.index("plan")
         assert calls[after : after + 3] == ["plan", "step", "observe"]
-    assert control.stats()["steps"] == turns
-    assert control.stats()["drafted_tokens"] == turns * requests * K
-    assert control.stats()["verified_tokens"] == turns * requests * K
-    assert control.stats()["accepted_tokens"] == turns * requests * 2
+    assert control.stats()["steps"] == num_steps
+    assert control.stats()["drafted_tokens"] == num_steps * requests * K
+    assert control.stats()["verified_tokens"] == num_steps * requests * K
+    assert control.stats()["accepted_tokens"] == num_steps * requests * 2
 
 
 def with_memory(trims: bool = True) -> ControlV2:
-    """Control to which a first token below 0 says that the memory's stand instead."""
+    """Control in which a first token below 0 selects the memory's drafts."""
     from vllm_tide.engine.memory_v2 import MemoryV2
 
     control = begun(trims)
-    control.memory = SimpleNamespace(told=MemoryV2.told)
+    control.memory = SimpleNamespace(from_memory=MemoryV2.from_memory)
     return control
 
 
@@ -321,7 +321,7 @@ def observed(control: ControlV2) -> list[Any]:
     return got
 
 
-def test_the_policy_hears_nothing_of_drafts_that_were_the_memory_s():
+def test_the_policy_does_not_observe_drafts_of_the_memory():
     control = with_memory()
     got = observed(control)
     first = landed(SURE, 4, drafted=np.array([-1 - 5, 2]))
@@ -344,7 +344,7 @@ def test_the_policy_hears_nothing_of_drafts_that_were_the_memory_s():
     assert control.remembered == set(), "it had ended"
 
 
-def test_after_a_lost_step_nobody_s_drafts_are_learnt_from():
+def test_drafts_after_a_lost_step_are_not_learned():
     control = with_memory()
     got = observed(control)
     step = landed(SURE, 4, after_gap=True)
@@ -354,7 +354,7 @@ def test_after_a_lost_step_nobody_s_drafts_are_learnt_from():
     assert control.stats()["verified_tokens"] == 0
 
 
-def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():
+def test_the_scheduler_counts_a_step_once_its_draft_source_is_known():
     from tests.engine.idle_scheduler import idle_scheduler
     from vllm_tide.config import TideConfig
     from vllm_tide.engine.scheduler import _WAITING, SchedulerTide
@@ -369,9 +369,9 @@ def test_the_scheduler_counts_a_step_when_it_is_known_whose_its_drafts_were():
 
     assert step(1, [])["prefix_verified"] == {}
     assert step(2, [(1, ["r1"])])["prefix_verified"] == {"none": 3}
-    found = step(4, [(2, []), (3, ["r0"])])
-    assert found["prefix_verified"] == {"none": 6}, "more than before"
-    assert sum(found["step_accepted"]["0-1k"].values()) == 2
+    report = step(4, [(2, []), (3, ["r0"])])
+    assert report["prefix_verified"] == {"none": 6}, "more than before"
+    assert sum(report["step_accepted"]["0-1k"].values()) == 2
     # On a CPU a step has landed when it is observed.
     assert step(5, [(4, ["r0", "r1"]), (5, ["r1"])])["prefix_verified"] == {"none": 3}
     assert step(6, [(6, [])])["prefix_verified"] == {"none": 6}

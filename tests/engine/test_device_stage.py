@@ -1,4 +1,4 @@
-"""Rows that a GPU copies to the host: the records are those of a CPU."""
+"""Rows that a GPU copies to the host give the same records as on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H, LAYERS, ROWS, TOPK = 6, (1, 2), 32, 3
 
 
 class Event:
-    """Happens when the test says so."""
+    """An event that the test completes."""
 
     happened = True
 
@@ -33,7 +33,7 @@ class Event:
 
 
 class Stream:
-    """Copies at once."""
+    """A stream that copies at once."""
 
     def __init__(self, *_, **__):
         pass
@@ -53,21 +53,21 @@ class Runtime:
     """`torch.cuda.cudart()`."""
 
     def __init__(self, error=0):
-        self.error, self.held = error, {}
+        self.error, self.registered = error, {}
 
     def cudaHostRegister(self, address, size, flags):  # noqa: N802
         assert flags == 1
         if not self.error:
-            self.held[address] = size
+            self.registered[address] = size
         return self.error
 
     def cudaHostUnregister(self, address):  # noqa: N802
-        del self.held[address]
+        del self.registered[address]
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A runtime that registers, under a `DeviceStage` whose device is the host."""
+    """A runtime that registers, under a `DeviceStage` with the host as its device."""
     runtime = Runtime()
     fakes = {
         "Event": Event, "Stream": Stream, "cudart": lambda: runtime,
@@ -76,7 +76,7 @@ def gpu(monkeypatch):
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    # What a machine without a GPU cannot do, after a refusal.
+    # Not possible on a machine without a GPU, after a refusal.
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(
         torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more)
@@ -86,9 +86,9 @@ def gpu(monkeypatch):
     )
     monkeypatch.setattr(Event, "happened", True)
 
-    def make_stage(device, places, layout, room):
+    def make_stage(device, places, layout, capacity):
         assert layout.dtype == torch.bfloat16
-        return DeviceStage(places, layout, device, room)
+        return DeviceStage(places, layout, device, capacity)
 
     monkeypatch.setattr(capture, "make_stage", make_stage)
     return runtime
@@ -114,7 +114,7 @@ class Engine:
             self.capture._tickets[name] = replace(ticket, key=key)
 
     def stage(self, seed=0, cut=False):
-        """a prefills 9 rows, b verifies 3 drafts, c verifies 1, d is nobody's."""
+        """a prefills 9 rows, b verifies 3 drafts, c verifies 1, d is not captured."""
         bounds = np.array([0, 9, 13, 15, 24], np.int32)
         drafts = np.array([0, 3, 1, 0], np.int32)
         step = Step(
@@ -167,12 +167,12 @@ def engine(gpu, monkeypatch):
     yield make
     for each in made:
         each.close()
-    assert not gpu.held
+    assert not gpu.registered
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
-    found = []
+def test_records_equal_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
+    per_stage = []
     for make_stage in (capture.make_stage, staging.make_stage):
         monkeypatch.setattr(capture, "make_stage", make_stage)
         each = engine(teacher)
@@ -181,14 +181,17 @@ def test_records_are_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
             assert each.records() == []
             each.capture.write(step)
             step.staged.release()
-            found.append([identity(record) for record in each.records()])
+            per_stage.append([identity(record) for record in each.records()])
         assert not each.ring.drops
         assert each.capture.rows == 3 * (9 + 4 + 1)
-    assert found[:3] == found[3:] and [len(records) for records in found] == [3] * 6
+    assert (
+        per_stage[:3] == per_stage[3:]
+        and [len(records) for records in per_stage] == [3] * 6
+    )
 
 
-def test_only_rows_that_are_wanted_are_staged(engine):
-    """d's 9 rows and c's placeholder lie between or behind the others'."""
+def test_only_captured_rows_are_staged(engine):
+    """d's 9 rows and c's placeholder are between or after the others'."""
     each = engine("hidden")
     each.capture._tickets["a"].refusal = "opted_out"
     step = each.stage()
@@ -197,7 +200,7 @@ def test_only_rows_that_are_wanted_are_staged(engine):
     assert [record.num_rows for record in each.records()] == [4, 1]
 
 
-def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):
+def test_a_full_ring_truncates_requests_and_stages_nothing_more(engine):
     each = engine("hidden", 3000)
     rows = each.ring.spec.row_bytes
     for seed in range(40):
@@ -215,7 +218,7 @@ def test_a_full_ring_cuts_requests_short_and_nothing_more_is_staged(engine):
     assert sum(record.num_rows for record in each.records()) == written
     each.capture.forget("abc")
     each.records()
-    # New ones come in again.
+    # New requests are admitted again.
     for name in "abc":
         each.capture._admit(name, None, True)
     assert each.stage().staged is not None
@@ -225,7 +228,7 @@ def test_rows_after_a_requests_end_and_a_fault(engine):
     each = engine("hidden")
     first, second, third = each.stage(0), each.stage(1), each.stage(2)
     each.capture.write(first, overrun=["a"])
-    second.sampled = None  # something of ours fails
+    second.sampled = None  # an error of TIDE itself
     with pytest.raises(IndexError):
         each.capture.write(second)
     each.capture.write(third)
@@ -233,21 +236,21 @@ def test_rows_after_a_requests_end_and_a_fault(engine):
     assert each.capture.budget.staged == 0
 
 
-def test_records_say_with_which_chance_their_drafts_were_verified(engine):
+def test_records_have_the_verify_chance_of_their_drafts(engine):
     each = engine("hidden")
     step = each.stage()
     step.verify_chance, step.explored, step.cost = 0.0, {"b": 0.25}, 2.0
     each.capture._tickets["c"].capped = True
     each.capture.write(step)
-    told = [(record.verify_chance, record.cost) for record in each.records()]
-    assert told == [(0.0, 2.0), (0.25, 2.0), (0.0, 0.0)]
+    recorded = [(record.verify_chance, record.cost) for record in each.records()]
+    assert recorded == [(0.0, 2.0), (0.25, 2.0), (0.0, 0.0)]
 
 
-def test_rows_of_a_step_that_the_device_cuts_are_told_apart_later(engine):
+def test_rows_of_a_step_that_the_device_cuts_are_separated_later(engine):
     each = engine("hidden")
     step = each.stage(cut=True)
     step.bounds, step.drafts = np.array([0, 9, 11, 13, 24]), np.array([0, 1, 1, 0])
     each.capture.write(step)
-    found = each.records()
-    assert [len(record.token_ids) for record in found] == [9, 2, 1]
-    np.testing.assert_array_equal(found[1].features, step.staged.features[9:11])
+    records = each.records()
+    assert [len(record.token_ids) for record in records] == [9, 2, 1]
+    np.testing.assert_array_equal(records[1].features, step.staged.features[9:11])

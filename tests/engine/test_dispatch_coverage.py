@@ -13,14 +13,14 @@ LIMIT = 512  # vLLM's largest captured number of tokens
 
 
 def sizes(most: int, requests: int) -> list[int]:
-    """What vLLM's configuration captures (`VllmConfig._set_cudagraph_sizes`)."""
+    """Return what vLLM's configuration captures (`_set_cudagraph_sizes`)."""
     rows = most + 1
     limit = min(requests * rows * 2, LIMIT)
 
     def counts(largest: int) -> list[int]:
-        found = [n for n in (1, 2, 4) if n <= largest]
-        found += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
-        return sorted({*found, largest})
+        sizes = [n for n in (1, 2, 4) if n <= largest]
+        sizes += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
+        return sorted({*sizes, largest})
 
     uniform = {n * rows for n in counts(min(requests, limit)) if n * rows <= limit}
     return sorted({*counts(limit), *uniform})
@@ -54,7 +54,7 @@ def manager(most: int, requests: int, table: list | None, varlen: bool = False) 
 
 
 def of_tide(most: int, requests: int) -> Any:
-    """The target's; the draft's is planned alike."""
+    """The target's dispatcher; the draft's is planned alike."""
     from vllm_tide.engine.adaptive_arguments import offered, replay_each, table_of
 
     table = table_of(most, requests)
@@ -65,15 +65,15 @@ def of_tide(most: int, requests: int) -> Any:
 
 
 def modes(made: Any, length: int) -> list[str]:
-    """How each batch of up to 128 requests that all verify `length` tokens runs."""
+    """Return the modes of batches of up to 128 requests that verify `length` tokens."""
     rows, limit = length + 1, made.compilation_config.max_cudagraph_capture_size
     batches = range(1, min(128, made.max_num_reqs, limit // rows) + 1)
-    found = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
+    modes = [made.dispatch(n, n * rows, rows, 0, max_query_len=rows) for n in batches]
     graphs = {d for of_mode in made._capture_descs.values() for d in of_mode}
-    assert graphs.issuperset(found)
-    fit = [d.num_reqs is None or d.num_reqs <= made.max_num_reqs for d in found]
+    assert graphs.issuperset(modes)
+    fit = [d.num_reqs is None or d.num_reqs <= made.max_num_reqs for d in modes]
     assert all(fit)
-    return [desc.cg_mode.name for desc in found]
+    return [desc.cg_mode.name for desc in modes]
 
 
 @pytest.mark.parametrize("requests", [1, 3, 50, 256, 1024])
@@ -89,28 +89,26 @@ def test_every_offered_length_replays_a_full_graph_at_every_batch(most, requests
     for length in lengths:
         assert set(modes(made, length)) == {"FULL"}, length
     static = manager(most, requests, None)
-    count = {mode: len(found) for mode, found in made._capture_descs.items()}
+    count = {mode: len(descs) for mode, descs in made._capture_descs.items()}
     full, captured = CUDAGraphMode.FULL, sizes(most, requests)
     assert count.pop(full) <= len(lengths) * (len(captured) + 1)
     assert count == {mode: len(static._capture_descs[mode]) for mode in count}
     # vLLM captures the largest first and measures memory with these.
     tokens = [desc.num_tokens for desc in made._capture_descs[full]]
     assert tokens == sorted(tokens, reverse=True)
-    # Ragged steps run as they did.
+    # Ragged steps run as before.
     for count in range(1, captured[-1] + 1):
         assert made.dispatch(1, count, None, 0) == static.dispatch(1, count, None, 0)
 
 
 def layout(desc: Any, count: int, rows: int) -> tuple[int, bool]:
-    """What FlashAttention 3's plan of a step depends on: requests; one row each."""
+    """Inputs of FlashAttention 3's plan of a step: requests; one row each."""
     return -(-(desc.num_reqs or count) // 4), rows == 1
 
 
 @pytest.mark.parametrize("requests", [1, 3, 8, 64])
 @pytest.mark.parametrize("lengths", [[0, 1, 3], []])
-def test_each_graph_replays_the_plan_it_was_captured_for_where_lengths_are_mixed(
-    requests, lengths
-):
+def test_each_graph_replays_its_captured_plan_for_mixed_lengths(requests, lengths):
     from vllm_tide.engine.adaptive_arguments import replay_each
 
     upstream = manager(3, requests, None, varlen=True)

@@ -1,4 +1,4 @@
-"""What a draft may be: its rows, its norms, its logits, and how often it is changed."""
+"""Bounds of a draft: rows, norms, logits, and how often it is published."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def swaps(tmp_path, monkeypatch):
 
 
 def answers(logits: list[float], temperature: float, count: int = 4096) -> Counter[int]:
-    """What vLLM answers to drafts of these logits, as the worker leaves them."""
+    """Return vLLM's answers to drafts of these logits, as the worker leaves them."""
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils as kernels
     from vllm.v1.spec_decode.llm_base_proposer import (
@@ -88,13 +88,13 @@ def answers(logits: list[float], temperature: float, count: int = 4096) -> Count
         [0.0, 1.0, -INF],
     ],
 )
-def test_odd_rows_of_a_draft_answer_as_the_target_does(logits, temperature):
-    found = answers(logits, temperature)
-    shares = torch.tensor([found[token] / 4096 for token in range(3)])
+def test_unusual_draft_rows_give_the_targets_answers(logits, temperature):
+    tokens = answers(logits, temperature)
+    shares = torch.tensor([tokens[token] / 4096 for token in range(3)])
     assert (shares - TARGET).abs().max() < 0.03, shares
 
 
-def test_a_draft_cannot_grow_by_being_published_again_and_again(swaps):
+def test_repeated_publications_cannot_make_a_draft_grow(swaps):
     tensors = dict(swaps.base)
     for _ in range(8):
         tensors["fc.weight"] = tensors["fc.weight"] * 15
@@ -117,7 +117,7 @@ def probed(tmp_path: Any, dtype: torch.dtype, tensors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_draft_whose_logits_overflow_is_refused(dtype):
+def test_a_draft_with_overflowing_logits_is_refused(dtype):
     own = {n: t for n, t in draft_tensors(DEMO / "draft").items() if n != "t2d"}
     shared = {n: t for n, t in own.items() if n != "lm_head.weight"}
     for tensors in (own, shared):
@@ -145,18 +145,18 @@ def test_a_draft_whose_logits_overflow_is_refused(dtype):
         {"norm_before_fc": True, "draft_vocab_size": 40},
     ],
 )
-def test_the_probe_computes_what_the_draft_computes(changes, tmp_path):
+def test_the_probe_computes_the_same_as_the_draft(changes, tmp_path):
     from vllm_tide.draft.probe import ROWS, probe_rows
 
     target, shape = ToyTarget(), config(**changes)
-    kept = VocabMap.from_target_ids(
+    vocab_map = VocabMap.from_target_ids(
         torch.arange(shape.draft_vocab_size), shape.vocab_size
     )
     random = torch.Generator().manual_seed(0)
     features = torch.randn(ROWS, shape.feature_size, generator=random)
     rows = torch.randn(ROWS, shape.hidden_size, generator=random)
     embed = torch.cat([torch.zeros(1, shape.hidden_size), rows])
-    draft = Eagle3Draft.initialise(shape, target.embed, target.head, kept)
+    draft = Eagle3Draft.initialise(shape, target.embed, target.head, vocab_map)
     draft.embed = embed
     (normed,) = draft.forward_ttt(
         torch.arange(ROWS + 1),
@@ -172,7 +172,7 @@ def test_the_probe_computes_what_the_draft_computes(changes, tmp_path):
 
 
 @pytest.mark.parametrize("pause", [0.004, 0.58])
-def test_a_writer_in_a_hurry_takes_little_of_the_time(pause, monkeypatch):
+def test_frequent_publications_take_little_time(pause, monkeypatch):
     """A publication every 0.1 s for a minute of virtual time."""
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])

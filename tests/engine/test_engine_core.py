@@ -1,4 +1,4 @@
-"""The engine core's process beside a trainer: it sleeps while a worker computes."""
+"""The engine core's process with a trainer: it sleeps while a worker computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def speculative(**train):
     return SimpleNamespace(tide=tide, num_speculative_tokens=3)
 
 
-def test_only_a_server_with_a_trainer_gives_up_its_core(shm_broadcast):
+def test_only_a_server_with_a_trainer_yields_its_core(shm_broadcast):
     make_scheduler(SimpleNamespace(tide=None), None)
     make_scheduler(speculative(), None)
     make_scheduler(speculative(train={}, spool={"url": "/x"}), None)
@@ -48,7 +48,7 @@ def test_only_a_server_with_a_trainer_gives_up_its_core(shm_broadcast):
 
 
 @pytest.mark.parametrize("limit", [0.0, math.inf])
-def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
+def test_a_reader_receives_each_message_whether_it_polls_or_sleeps(
     shm_broadcast, monkeypatch, limit
 ):
     polls = []
@@ -68,7 +68,7 @@ def test_a_reader_gets_each_message_whether_it_polls_or_sleeps(
     assert bool(polls) == (limit > 0)
 
 
-def test_a_notification_that_is_lost_delays_nothing(shm_broadcast):
+def test_a_lost_notification_causes_no_delay(shm_broadcast):
     """The queue drops one that follows another within about a millisecond.
 
     As in a step, nothing follows before both have been read; a reader that sleeps on

@@ -1,4 +1,4 @@
-"""Times of a step on a device are those between its events, read once they happened."""
+"""Times of a step on a device are those between its completed events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_tide.engine.timers import EventTimer
 
 
 class Stream:
-    """Events in the order in which they were recorded, one millisecond apart."""
+    """Events in recorded order, one millisecond apart."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ def launch(timer: EventTimer, steps: int = 3, continues: bool = True):
     return timer.end(steps)
 
 
-def test_the_parts_of_a_round_are_the_times_between_its_marks(timer):
+def test_parts_of_a_step_are_the_times_between_its_marks(timer):
     launch(timer)
     sample = launch(timer)()
     shape = (sample.requests, sample.context, sample.verified, sample.prefill)
@@ -54,7 +54,7 @@ def test_the_parts_of_a_round_are_the_times_between_its_marks(timer):
     assert parts == (1e-3,) * 4
 
 
-def test_after_idling_the_time_between_two_steps_is_not_known(timer):
+def test_the_time_between_two_steps_is_unknown_after_idling(timer):
     launch(timer)
     assert math.isnan(launch(timer, continues=False)().host_s)
 
@@ -65,7 +65,7 @@ def test_the_first_pass_runs_in_every_step(timer, steps):
     assert sample.steps == 1 and math.isnan(sample.draft_next_s)
 
 
-def test_what_is_read_too_late_is_not_read(timer):
+def test_late_events_are_not_read(timer):
     readings = [launch(timer) for _ in range(5)]
     assert readings[0]() is None
     assert readings[1]() is not None  # its events, but not those of the step before

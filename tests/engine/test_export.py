@@ -1,4 +1,4 @@
-"""Unpatched vLLM loads what `vllm-tide export` wrote, in either form."""
+"""Unpatched vLLM loads the output of `vllm-tide export`, in either form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("offline_export.py")
 
 
 def make_draft(target: Path, folder: Path) -> Eagle3Draft:
-    """Pruned, with scaled rotation: whatever a form could lose."""
+    """Return a pruned draft with scaled rotation: everything that a form could lose."""
     rows = TargetRows.load(target)
     shape = Eagle3Config(
         hidden_size=toys.HIDDEN,
@@ -51,22 +51,22 @@ def make_draft(target: Path, folder: Path) -> Eagle3Draft:
         norm_output=True,
         max_position_embeddings=256,
     )
-    kept = VocabMap.from_target_ids(torch.arange(60, 260), toys.VOCAB)
-    draft = Eagle3Draft.initialise(shape, rows.embed_tokens, rows.lm_head, kept)
+    vocab_map = VocabMap.from_target_ids(torch.arange(60, 260), toys.VOCAB)
+    draft = Eagle3Draft.initialise(shape, rows.embed_tokens, rows.lm_head, vocab_map)
     save_draft(draft, folder, torch.float32)
     return draft
 
 
-def run_export(*words: object) -> int:
+def run_export(*argv: object) -> int:
     import argparse
 
     parser = argparse.ArgumentParser()
     export.add_arguments(parser)
-    return export.run(parser.parse_args(list(map(str, words))))
+    return export.run(parser.parse_args(list(map(str, argv))))
 
 
 def cached(target: Path, folder: Path) -> Path:
-    """Put a model where the hub's cache would have it as `org/toy`."""
+    """Place a model where the hub's cache would have it as `org/toy`."""
     model = folder / "hub" / "models--org--toy"
     (model / "snapshots").mkdir(parents=True)
     (model / "refs").mkdir()
@@ -95,14 +95,14 @@ def load(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_unpatched_vllm_serves_an_exported_draft_as_vllm_serves_the_original(tmp_path):
+def test_unpatched_vllm_serves_an_exported_draft_as_the_original(tmp_path):
     target = toys.make_target(tmp_path / "target")
     draft = make_draft(target, tmp_path / "draft")
     spec, flat = tmp_path / "spec", tmp_path / "flat"
-    # Named as on the hub, which is asked for nothing: it lies in the cache.
-    words = ("--from", tmp_path / "draft", "--target", cached(target, tmp_path))
-    words += ("--num-speculative-tokens", 4)
-    assert run_export(spec, *words) == 0
+    # Named as on the hub; no request is made, since it is in the cache.
+    argv = ("--from", tmp_path / "draft", "--target", cached(target, tmp_path))
+    argv += ("--num-speculative-tokens", 4)
+    assert run_export(spec, *argv) == 0
     assert run_export(flat, "--from", spec, "--format", "hf") == 0
     again = load_draft(flat, TargetRows.load(target))
     assert again.config == draft.config
@@ -119,12 +119,12 @@ def test_unpatched_vllm_serves_an_exported_draft_as_vllm_serves_the_original(tmp
     first = load({"model": str(target), "speculative_config": speculative}, None)
     assert first["tokens"] == alone["tokens"]
     assert first["drafted"] == alone["drafted"]
-    said = {token for step in alone["drafted"] for row in step for token in row}
-    assert len(said) > 3 and min(said) >= 60 and max(said) < 260
+    tokens = {token for step in alone["drafted"] for row in step for token in row}
+    assert len(tokens) > 3 and min(tokens) >= 60 and max(tokens) < 260
 
 
 class Engine:
-    """What a running engine leaves for others to read."""
+    """Files of a running engine that others read."""
 
     def __init__(self, folder: Path) -> None:
         self.target = toys.make_target(folder / "target")
@@ -166,7 +166,7 @@ def engine(tmp_path):
     made.segment.close()
 
 
-def test_a_running_engines_draft_is_exported_with_what_was_measured(
+def test_a_running_engines_draft_is_exported_with_its_measurements(
     engine, tmp_path, capsys
 ):
     from safetensors.torch import load_file
@@ -175,10 +175,10 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
 
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0
-    assert "the draft it started with" in capsys.readouterr().out
+    assert "its initial draft" in capsys.readouterr().out
     assert run_export(tmp_path / "json", *run, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["directory"], said["version"]) == (str(tmp_path / "json"), 0)
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["directory"], summary["version"]) == (str(tmp_path / "json"), 0)
     with torch.no_grad():
         engine.draft.tensor("fc.weight").mul_(2)
     tensors = export_tensors(engine.draft, torch.float32)
@@ -191,9 +191,9 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     assert "version 2 is served" in capsys.readouterr().err
     engine.say_installed(3)
     assert run_export(tmp_path / "live", *run, "--engine", "one") == 0
-    held = load_file(tmp_path / "live" / "model.safetensors")
-    assert torch.equal(held["fc.weight"], tensors["fc.weight"])
-    assert torch.equal(held["t2d"], t2d)
+    exported = load_file(tmp_path / "live" / "model.safetensors")
+    assert torch.equal(exported["fc.weight"], tensors["fc.weight"])
+    assert torch.equal(exported["t2d"], t2d)
     raw = read_config(tmp_path / "live")
     verifier = raw["speculators_config"]["verifier"]
     assert verifier == {"architectures": ["LlamaForCausalLM"]}
@@ -207,9 +207,9 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
         "architectures": ["LlamaForCausalLM"],
         "name_or_path": "org/name",
     }
-    # While a fast draft is served nothing is; then its base, by the base's number.
+    # While a fast draft is served, no export; then its base, by the base's number.
     part = {"fc.weight": tensors["fc.weight"]}
-    # An older base is given back by a change of nothing: no weights to export.
+    # An older base is published as an empty change: no weights to export.
     for version, fast, sent in ((4, True, part), (5, False, {})):
         meta = {"adaptation": {"fast": fast, "base": 3}, "delta": {"base": "00"}}
         writer.publish(as_wire(sent), version=version, parent_version=3, meta=meta)
@@ -219,7 +219,7 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     writer.publish(as_wire(tensors), version=6, parent_version=3, meta=meta)
     assert run_export(tmp_path / "base", *run) == 0
     assert "version 3" in (tmp_path / "base" / "README.md").read_text()
-    # Going back to the checkpoint publishes it; nobody trained it.
+    # A return to the checkpoint publishes it; it was not trained.
     writer.publish(
         as_wire(tensors), version=7, parent_version=0, meta={"rollback_of": 3, "to": 0}
     )
@@ -229,7 +229,7 @@ def test_a_running_engines_draft_is_exported_with_what_was_measured(
     writer.close()
 
 
-def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
+def test_a_failed_export_gives_one_line(engine, tmp_path, capsys):
     run = ("--run-dir", engine.run_dir)
     cases = [
         ((*run, "--engine", "two"), "no live engine 'two'"),
@@ -238,18 +238,18 @@ def test_what_cannot_be_exported_is_one_sentence(engine, tmp_path, capsys):
         (("--from", engine.manifest.draft_path), "give --target"),
         ((*run, "--num-speculative-tokens", 0), "at least 1"),
         ((*run, "--state-dir", tmp_path / "none"), "no directory"),
-        ((*run, "--state-dir", tmp_path), "keeps no usable draft"),
-        (("--state-dir", tmp_path, "--from", tmp_path), "--target: kept drafts"),
+        ((*run, "--state-dir", tmp_path), "has no usable draft"),
+        (("--state-dir", tmp_path, "--from", tmp_path), "--target: give the"),
     ]
-    for words, sentence in cases:
+    for argv, sentence in cases:
         status = 1 if "no live engine" in sentence else 2
-        assert run_export(tmp_path / "out", *words) == status
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and sentence in said
+        assert run_export(tmp_path / "out", *argv) == status
+        stderr = capsys.readouterr().err
+        assert stderr.startswith("error: ") and sentence in stderr
         assert not (tmp_path / "out").exists()
 
 
-def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
+def test_a_stored_draft_is_exported_without_an_engine(engine, tmp_path, capsys):
     from safetensors.torch import load_file
 
     from vllm_tide.deploy.store import DraftStore, store_fingerprint
@@ -263,18 +263,18 @@ def test_a_kept_head_is_exported_without_an_engine(engine, tmp_path, capsys):
     tensors = export_tensors(engine.draft, torch.float32)
     del tensors["t2d"]
     figures = {"gain": 0.25, "holdout_acceptance_new": 1.75}
-    store.put(tensors, 9, held_out=figures, served={"reason": "kept"})
-    words = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
-    words += ("--target", engine.target)
-    assert run_export(tmp_path / "out", *words) == 0, capsys.readouterr().err
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(held["fc.weight"], tensors["fc.weight"])
-    assert "t2d" in held
+    store.put(tensors, 9, holdout=figures, served={"reason": "kept"})
+    argv = ("--state-dir", tmp_path / "heads", "--from", draft_dir)
+    argv += ("--target", engine.target)
+    assert run_export(tmp_path / "out", *argv) == 0, capsys.readouterr().err
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["fc.weight"], tensors["fc.weight"])
+    assert "t2d" in exported
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1.750 |" in card and "| +0.2500 |" in card and "version 9" in card
 
 
-def test_a_target_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
+def test_a_target_in_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
     snapshot = tmp_path / "models--org--a-b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"architectures": ["X"]}')

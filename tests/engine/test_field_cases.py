@@ -1,8 +1,8 @@
-"""What users of speculation meet elsewhere: answers to odd parameters stay the same.
+"""Known bugs of speculative decoding: answers to unusual parameters stay the same.
 
-Each is a bug that somebody reported against speculative decoding in vLLM, SGLang or
-TensorRT-LLM. Here the answers of an engine whose draft lengths vary at random are
-compared with those of one without speculation.
+Each was reported against speculative decoding in vLLM, SGLang or TensorRT-LLM. The
+answers of an engine with random draft lengths are compared with those of an engine
+without speculation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 ENGINE = "v1-control"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
-# Texts after which the demo's draft is right often.
+# Texts after which the demo's draft is often right.
 PROMPTS = [
     TOKENIZER.encode(text).ids
     for text in (
@@ -93,7 +93,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfflineEngine]:
 
 
 def both(served, plain, prompts, each, script=VARIED, **params: Any) -> tuple[Any, Any]:
-    """Answers of the two engines."""
+    """Return the answers of the two engines."""
     work = {"each": each, "answers": True, "forget": True}
     params = {"max_tokens": 48, **params}
     got = served(prompts, params=params, script=script, **work)
@@ -103,7 +103,7 @@ def both(served, plain, prompts, each, script=VARIED, **params: Any) -> tuple[An
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Equal, but numbers may differ by what another batch's sums do."""
+    """Assert equality, with a tolerance for sums of another batch."""
     assert json.loads(json.dumps(got), parse_float=lambda _: None) == json.loads(
         json.dumps(want), parse_float=lambda _: None
     )
@@ -119,7 +119,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_without_speculation(served, plain, case):
+def test_answers_equal_those_without_speculation(served, plain, case):
     each = [params for params in CASES[case] for _ in PROMPTS]
     got, want = both(served, plain, PROMPTS * len(CASES[case]), each)
     assert_same(got, want)
@@ -148,7 +148,7 @@ def test_a_stop_token_inside_a_draft_ends_the_answer_there(served, plain):
     reason="vLLM forbids stop tokens after the last draft of a step by the number of "
     "tokens before the step (MinTokensLogitsProcessor.apply on the bonus row)",
 )
-def test_a_stop_token_may_come_in_the_step_that_makes_enough_tokens(served, plain):
+def test_a_stop_token_may_come_in_the_step_that_reaches_min_tokens(served, plain):
     _, free = both(served, plain, PROMPTS, [{}] * len(PROMPTS))
     prompts, each = [], []
     for prompt, (one,) in zip(PROMPTS, free, strict=True):
@@ -163,7 +163,7 @@ def test_a_stop_token_may_come_in_the_step_that_makes_enough_tokens(served, plai
 NAMED = {"logprob_token_ids": [5, 17, 200]}
 
 
-def test_a_request_that_names_tokens_is_answered(served, plain):
+def test_a_request_with_allowed_tokens_is_answered(served, plain):
     got, want = both(served, plain, PROMPTS, [NAMED] * len(PROMPTS))
     for answers in (got, want):
         for (one,) in answers:
@@ -172,7 +172,7 @@ def test_a_request_that_names_tokens_is_answered(served, plain):
 
 
 @pytest.mark.xfail(strict=True, reason="vllm#44727: the rejection sampler has none")
-def test_a_request_that_names_tokens_gets_their_logprobs(served, plain):
+def test_a_request_with_logprob_token_ids_gets_their_logprobs(served, plain):
     assert_same(*both(served, plain, PROMPTS, [NAMED] * len(PROMPTS)))
 
 
@@ -185,8 +185,8 @@ def test_the_last_tokens_of_the_context_are_right(served, plain):
     assert [len(one["token_ids"]) for (one,) in got] == [256 - n for n in places]
 
 
-def test_a_cached_prompt_is_answered_as_a_cold_one(served, plain):
-    """The last whole block is kept, since its draft rows are made anew."""
+def test_a_cached_prompt_gets_the_same_answer_as_a_cold_one(served, plain):
+    """The last whole block is used, since its draft rows are recomputed."""
     long = [(prompt * 12)[:180] for prompt in PROMPTS]
     params = {"max_tokens": 40}
     cold = served(long, params=params, script=VARIED, answers=True, forget=True)
@@ -201,7 +201,7 @@ def test_a_cached_prompt_is_answered_as_a_cold_one(served, plain):
     assert_same(got, want)
 
 
-def test_sampled_answers_keep_to_their_grammar(served):
+def test_sampled_answers_follow_their_grammar(served):
     params = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": False}
     each = [{"structured_outputs": {"json": SCHEMA}}] * 12
     work = {"each": each, "answers": True, "script": VARIED, "forget": True}
@@ -214,11 +214,11 @@ def test_sampled_answers_keep_to_their_grammar(served):
 
 
 @pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {"5": 2.0}}])
-def test_what_speculation_cannot_do_is_refused_in_one_sentence(served, params):
-    """A temperature of 0 takes `min_p` away before anybody asks about it."""
+def test_unsupported_parameters_are_refused_in_one_line(served, params):
+    """A temperature of 0 drops `min_p` before it is checked."""
     sampled = {"temperature": 1.0, **params}
-    said = served(PROMPTS[:1], params=sampled, script=VARIED)["error"]
-    assert "min_p and logit_bias" in said
+    error = served(PROMPTS[:1], params=sampled, script=VARIED)["error"]
+    assert "min_p and logit_bias" in error
     assert served(PROMPTS[:1], params={"max_tokens": 4}, script=VARIED)["tokens"]
 
 
@@ -229,8 +229,10 @@ def test_min_p_of_a_greedy_request_changes_nothing(served, plain):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["max_model_len", "max_position_embeddings"])
-def test_a_draft_of_a_shorter_context_costs_drafts_and_no_answer(plain, tmp_path, how):
-    """vLLM then drafts nothing for a batch that holds a long request."""
+def test_a_draft_with_a_shorter_context_loses_drafts_but_no_answer(
+    plain, tmp_path, how
+):
+    """vLLM then drafts nothing for a batch that contains a long request."""
     case = engine_case(tmp_path / "run", KINDS[ENGINE])
     speculative = case["speculative_config"]
     if how == "max_model_len":

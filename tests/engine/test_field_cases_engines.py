@@ -1,4 +1,4 @@
-"""Cases that need an engine of their own: preemption, small chunks, an fp8 cache."""
+"""Cases that need a separate engine: preemption, small chunks, an fp8 cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def long_prompts(count: int, length: int) -> list[list[int]]:
-    """Prompts of one length that differ in their first token."""
+    """Return prompts of one length that differ in their first token."""
     base = [(prompt * 40)[: length - 1] for prompt in PROMPTS]
     return [[100 + n, *base[n % len(base)]] for n in range(count)]
 
@@ -25,7 +25,7 @@ def case_of(kind: str, folder: Any, **engine: Any) -> dict[str, Any]:
     return engine_case(folder, KINDS[kind], engine=engine)
 
 
-def test_preemption_by_priority_changes_no_answer(tmp_path):
+def test_preemption_by_priority_keeps_the_answers(tmp_path):
     """16 requests, of which a third fits; each fourth is the most urgent."""
     prompts = long_prompts(16, 60)
     work = {"params": {"max_tokens": 180}, "answers": True}
@@ -47,8 +47,8 @@ def test_preemption_by_priority_changes_no_answer(tmp_path):
 
 @pytest.fixture(scope="module")
 def chunks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Acceptance length and drafts by place, of prompts in chunks and whole ones."""
-    prompts, found = long_prompts(16, 200), {}
+    """Return acceptance length and drafts by place, of chunked and whole prompts."""
+    prompts, chunk_sizes = long_prompts(16, 200), {}
     for tokens in (32, 2048):
         run_dir = tmp_path_factory.mktemp("chunks") / "run"
         engine = {"max_num_batched_tokens": tokens, "max_num_seqs": 1}
@@ -65,11 +65,11 @@ def chunks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
             for record in work["records"]
             if record.phase == Phase.VERIFY
         }
-        found[tokens] = [work["tokens"] for work in works], length, drafts
-    return found
+        chunk_sizes[tokens] = [work["tokens"] for work in works], length, drafts
+    return chunk_sizes
 
 
-def test_a_prompt_in_chunks_costs_little_acceptance(chunks):
+def test_a_chunked_prompt_costs_little_acceptance(chunks):
     (short, length, _), (whole, best, _) = chunks.values()
     assert short == whole
     assert length > 1.2
@@ -81,14 +81,14 @@ def test_a_prompt_in_chunks_costs_little_acceptance(chunks):
     reason="vLLM V1 takes the prompt's last token for the token after each chunk "
     "(prepare_next_token_ids_padded), so the draft's row there is of another text",
 )
-def test_a_prompt_in_chunks_changes_no_draft(chunks):
+def test_a_chunked_prompt_gives_the_same_draft(chunks):
     (_, _, short), (_, _, whole) = chunks.values()
     both = short.keys() & whole.keys()
     assert both and {k: short[k] for k in both} == {k: whole[k] for k in both}
 
 
 def test_an_fp8_cache_is_refused_or_gives_the_same_answers(tmp_path):
-    """vLLM's CPU kernels have it where the machine has AVX-512 or AMX."""
+    """vLLM's CPU kernels support it with AVX-512 or AMX."""
 
     def outcome(name: str, change: dict[str, Any]) -> Any:
         case = case_of("v1", tmp_path / name, kv_cache_dtype="fp8") | change

@@ -1,4 +1,4 @@
-"""`"model": "fresh"`: a head is built for the target, served, and may change tokens."""
+"""`"model": "fresh"`: a draft is built, served, and may change its vocabulary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checked(config: dict[str, Any], target: Any) -> dict[str, Any]:
     return config
 
 
-def test_the_word_becomes_a_directory_and_a_policy(target, cache):
+def test_fresh_becomes_a_directory_and_a_policy(target, cache):
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -68,11 +68,11 @@ def test_the_word_becomes_a_directory_and_a_policy(target, cache):
     assert parse_tide(config["tide"]).control.policy == "adaspec"
     assert mine["tide"] == {}  # what the operator wrote is not touched
     assert any("adaspec" in line and str(folder) in line for line in heard)
-    # Asked again, as vLLM does: nothing changes.
+    # Called again, as vLLM does: nothing changes.
     assert checked(dict(config), target) == config
 
 
-def test_the_operators_policy_stays(target):
+def test_the_operators_policy_is_unchanged(target):
     tide = {
         "control": {"policy": "static", "min_gain": 0.1},
         "fresh": {"draft_vocab_size": 80},
@@ -84,7 +84,7 @@ def test_the_operators_policy_stays(target):
     assert parse_tide(config["tide"]).control.policy == "adaspec"
 
 
-def test_a_head_that_cannot_be_built_is_one_sentence(target, cache):
+def test_a_draft_that_cannot_be_built_gives_one_line(target, cache):
     from vllm_tide.config import ConfigError
 
     tide = {"fresh": {"draft_vocab_size": 100000}}
@@ -116,13 +116,13 @@ def case(target_dir: Path, model: str, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def said(rounds: list[list[int]]) -> set[int]:
-    return {token for tokens in rounds for token in tokens}
+def token_ids(steps: list[list[int]]) -> set[int]:
+    return {token for tokens in steps for token in tokens}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
+def test_a_swap_may_change_the_draft_vocabulary(target_dir, tmp_path):
     rows = TargetRows.load(target_dir)
     with OfflineEngine(case(target_dir, "fresh", tmp_path)) as engine:
         served = Served(engine, tmp_path)
@@ -132,7 +132,7 @@ def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
         assert old.target_ids.numel() == SIZE == manifest.draft_vocab_size
         assert "lm_head.weight" not in manifest.shared
         before = served(PROMPTS, max_tokens=16)
-        assert said(drafted(before["records"])) <= set(old.target_ids.tolist())
+        assert token_ids(drafted(before["records"])) <= set(old.target_ids.tolist())
         counts = torch.zeros(toys.VOCAB)
         counts[100:300] = torch.arange(200)
         new = VocabMap.from_target_ids(choose_vocab(counts, SIZE), toys.VOCAB)
@@ -144,7 +144,7 @@ def test_a_swap_may_bring_another_draft_vocabulary(target_dir, tmp_path):
         assert served.publish(tensors) == ""
         after = served(PROMPTS, max_tokens=16)
         assert after["faults"] == {} and after["tokens"] == before["tokens"]
-        swapped = said(drafted(after["records"]))
+        swapped = token_ids(drafted(after["records"]))
         assert swapped <= set(new.target_ids.tolist())
         assert not swapped <= set(old.target_ids.tolist())
         served.close()

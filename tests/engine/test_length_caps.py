@@ -1,4 +1,4 @@
-"""`tide_k_max` as it is read; in engines the shared ones look at it."""
+"""`tide_k_max` as it is read; tests of the shared engines check it in engines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BAD = [-1, 1.0, "2", True, []]
 
 
 class Request(SimpleNamespace):
-    """As far as the scheduler's part looks at vLLM's."""
+    """The part of vLLM's configuration that the scheduler's part reads."""
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_length_that_is_none_is_counted_and_ignored(bad):
-    held = {str(i): Request(cache_salt=None, num_prompt_tokens=1) for i in range(3)}
-    tide = SchedulerTide(K, idle_scheduler(held), TideConfig())
+def test_an_invalid_length_is_counted_and_ignored(bad):
+    requests = {str(i): Request(cache_salt=None, num_prompt_tokens=1) for i in range(3)}
+    tide = SchedulerTide(K, idle_scheduler(requests), TideConfig())
     new = [
         SimpleNamespace(
             req_id=str(i),
@@ -34,11 +34,11 @@ def test_a_length_that_is_none_is_counted_and_ignored(bad):
     ]
     tide.control(new)
     tide.control(new)  # preempted, and back
-    for request in held.values():
+    for request in requests.values():
         request.spec_token_ids = [-1] * K
-    assert [len(r.spec_token_ids) for r in held.values()] == [K, 1, 0]
+    assert [len(r.spec_token_ids) for r in requests.values()] == [K, 1, 0]
     tide.observe({"staged": 0})
-    assert tide.stats()["malformed_slo"] == 1
+    assert tide.stats()["malformed_limits"] == 1
 
 
 def book_of(asked, **control):
@@ -58,17 +58,17 @@ def book_of(asked, **control):
     ("asked", "caps"),
     [(0, 0), (2, 2), (3, 3), (K + 4, K), (10**400, K), *((b, K) for b in BAD)],
 )
-def test_policies_plan_no_more_than_a_request_asked_for(asked, caps):
+def test_policies_plan_no_more_than_requested(asked, caps):
     book, slots, *_ = book_of({"tide_k_max": asked})
     assert book.caps(slots, np.array([20]), K).tolist() == [caps]
 
 
 @pytest.mark.parametrize("bad", [10**400, -(10**400), -1, 0, "soon", [1], float("nan")])
-def test_a_limit_that_is_none_is_counted_and_ignored(bad):
+def test_an_invalid_limit_is_counted_and_ignored(bad):
     book, _, limit, asked = book_of(
         {"tide_slo_tpot_ms": bad}, slo_tpot_ms=50, client_slo_tpot_ms=1
     )
-    assert (book.malformed_slo, limit, asked) == (1, 0.05, None)
+    assert (book.malformed_limits, limit, asked) == (1, 0.05, None)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_a_limit_that_is_none_is_counted_and_ignored(bad):
         (None, 20, 5, np.inf, 0.02),  # raised to the least
         (None, 20, 30, np.inf, 0.03),
         (50, 20, 5, 0.05, 0.02),
-        (50, 20, 80, 0.08, None),  # looser: nobody else's business
+        (50, 20, 80, 0.08, None),  # looser: must not affect other requests
     ],
 )
-def test_clients_set_limits_where_the_operator_lets_them(
+def test_clients_set_limits_where_the_operator_allows(
     operator, least, given, limit, asked
 ):
     control = {"slo_tpot_ms": operator, "client_slo_tpot_ms": least}
-    found = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
-    assert found == (limit, asked)
+    limits = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
+    assert limits == (limit, asked)

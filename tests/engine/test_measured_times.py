@@ -1,4 +1,4 @@
-"""A time model made of vLLM's tables says what the tables say."""
+"""A time model of vLLM's tables returns the times of the tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = 3
 
 
 def stairs(most: int, *steps: tuple[int, float]) -> np.ndarray:
-    """Up to each size its cost, as where graphs pad; a slope beyond the last."""
+    """Return each size's cost up to that size, as with padded graphs, then a slope."""
     table = np.zeros(most + 1)
     done = 0
     for size, cost in steps:
@@ -25,7 +25,7 @@ DRAFT = stairs(16, (1, 3.0), (4, 3.3), (8, 4.5))
 TARGET = stairs(64, (1, 10.0), (8, 10.5), (16, 12.0), (32, 20.0))
 
 
-def test_the_targets_stairs_are_exact():
+def test_the_targets_steps_are_exact():
     times = times_of_tables(DRAFT, TARGET, K)
     for requests in (1, 3, 16):
         most = 64 - requests
@@ -34,7 +34,7 @@ def test_the_targets_stairs_are_exact():
     assert len(times.target.knots) < 12
 
 
-def test_all_passes_together_take_what_the_draft_took():
+def test_all_passes_together_take_the_measured_draft_time():
     times = times_of_tables(DRAFT, TARGET, K)
     for n in range(1, 17):
         drafted = 1e3 * times.draft_curve(n, 5000, n * (1 + K), K)

@@ -1,4 +1,4 @@
-"""The memory on Model Runner V1 without vLLM: what is proposed, and who hears of it."""
+"""The memory on Model Runner V1 without vLLM: proposals and their outcomes."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def catch_up(engine):
     engine.control._backlog.missing[:] = 0  # nothing here can catch up
 
 
-def test_a_text_that_repeats_needs_no_draft_pass():
-    """After three sevens the memory says seven, and soon knows that it is right."""
+def test_a_repeating_text_needs_no_draft_pass():
+    """After three sevens the memory proposes seven and soon learns that it is right."""
     engine = started()
     passes, own = [], []
     for _ in range(12):
@@ -58,7 +58,7 @@ def test_a_text_that_repeats_needs_no_draft_pass():
 
 
 @pytest.mark.parametrize("kind", ["static", "adaspec"])
-def test_only_the_draft_s_tokens_are_learnt_of_the_draft(kind):
+def test_only_drafted_tokens_update_the_drafts_estimate(kind):
     engine = started()
     if kind == "adaspec":
         adaspec(engine)
@@ -82,23 +82,23 @@ def test_only_the_draft_s_tokens_are_learnt_of_the_draft(kind):
     assert stats["verified_tokens"] == drafts and stats["accepted_tokens"] == 0
     assert stats["memory_proposals"] == memory
     if kind == "adaspec":
-        # Conditional on what came before, all of them misses.
+        # Conditional on the tokens before, all of them are rejected.
         tries, hits = control.policy.acceptance._counts.swapaxes(0, 1)
         assert hits.sum() == 0 and tries.sum() <= drafts
 
 
-def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
+def test_proposals_of_a_request_that_waits_a_step_stay_the_memorys():
     engine = started()
     got = watch(engine)
     for _ in range(12):
         engine.step()
     assert engine.control.remembered == set(engine.reqs)
-    waits, kept = engine.reqs.pop(), dict(engine.drafts)
+    waits, drafts = engine.reqs.pop(), dict(engine.drafts)
     engine.step()
     assert engine.control.verified_memory == set(engine.reqs)
-    assert engine.ended_step.memory.all(), "so its records say"
+    assert engine.ended_step.memory.all(), "marked in its records"
     engine.reqs.append(waits)
-    engine.drafts[waits] = kept[waits]
+    engine.drafts[waits] = drafts[waits]
     before = sum(int(o.verified.sum()) for o in got)
     engine.step()
     assert waits in engine.control.verified_memory
@@ -109,25 +109,25 @@ def test_proposals_of_a_request_that_waits_a_step_stay_the_memory_s():
     assert engine.control.remembered <= set(engine.reqs), "nothing of who has ended"
 
 
-def test_while_off_rounds_rest_only_where_nothing_is_proposed():
-    """A round that rests takes every row for a committed one."""
+def test_steps_are_skipped_while_off_only_where_nothing_is_proposed():
+    """A skipped step assumes that every row is committed."""
     engine = started()
     adaspec(engine, min_gain=1e9, probe_share=0.0)
     control = engine.control
     got = watch(engine)
-    kept, keep = [], control._backlog.keep
-    control._backlog.keep = lambda *step: (kept.append(step[3].copy()), keep(*step))
+    calls, keep = [], control._backlog.keep
+    control._backlog.keep = lambda *step: (calls.append(step[3].copy()), keep(*step))
     for _ in range(40):
         before = engine.batch.num_tokens_no_spec.copy()
         engine.step()
         emitted = engine.batch.num_tokens_no_spec - before
-        assert np.array_equal(kept[-1], emitted), "rows that are committed"
+        assert np.array_equal(calls[-1], emitted), "rows that are committed"
     assert control.faults == {}
     assert control._memory_count[0] > 20, "proposals are verified all the same"
     assert sum(int(o.verified.sum()) for o in got) == 0
 
 
-def test_another_request_of_a_slot_is_offered_nothing_of_the_former():
+def test_a_new_request_in_a_slot_gets_no_proposals_of_the_previous_one():
     engine = started()
     for _ in range(12):
         engine.step()
@@ -145,7 +145,7 @@ PROMPT_TOKENS = 5
 
 
 @pytest.mark.parametrize("where", ["recall", "drafted"])
-def test_a_fault_of_the_memory_s_is_contained(where):
+def test_a_fault_of_the_memory_is_contained(where):
     engine = started()
 
     def fail(*args):
@@ -158,8 +158,8 @@ def test_a_fault_of_the_memory_s_is_contained(where):
     assert engine.control.policy is None
 
 
-def test_the_scheduler_counts_the_draft_s_tokens_only():
-    """Its report comes before the verdicts of the same step."""
+def test_the_scheduler_counts_only_the_drafts_tokens():
+    """Its report comes before the verification results of the same step."""
     from types import SimpleNamespace
 
     from tests.engine.idle_scheduler import idle_scheduler

@@ -1,4 +1,4 @@
-"""Cost of being off on Model Runner V1: questions asked, counted, not timed."""
+"""Cost of drafting that is off on Model Runner V1: calls are counted, not timed."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from tests.engine.runner_v1 import Engine, K
 from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 
 REQS = [f"r{i}" for i in range(16)]
-REST = 15
+SKIPPED_STEPS = 15
 
 
 class Off(Engine):
-    """An engine whose drafts never pay; its clock stands still between the seams."""
+    """An engine with drafts that never pay; its clock stops between the seams."""
 
     def __init__(self, monkeypatch, **config):
         super().__init__(reqs=REQS, policy="adaspec", **config)
@@ -34,8 +34,8 @@ class Off(Engine):
 
         self.policy.plan = counted
 
-    def turn(self, seconds=0.02, **xargs):
-        """A request is replaced, and a step."""
+    def decode_step(self, seconds=0.02, **xargs):
+        """Replace a request and run a step."""
         self.new += 1
         self.replace(self.new % len(self.reqs), f"new{self.new}", **xargs)
         return self.go(seconds)
@@ -48,53 +48,55 @@ class Off(Engine):
 
 
 @pytest.mark.parametrize("arrive", [False, True])
-def test_one_step_in_sixteen_asks_whether_requests_arrive_or_not(arrive, monkeypatch):
+def test_one_step_in_sixteen_calls_the_policy_with_or_without_arrivals(
+    arrive, monkeypatch
+):
     engine = Off(monkeypatch)
-    asked = [engine.turn() if arrive else engine.go() for _ in range(80)]
-    assert asked == [1, *[0] * REST] * 5
+    asked = [engine.decode_step() if arrive else engine.go() for _ in range(80)]
+    assert asked == [1, *[0] * SKIPPED_STEPS] * 5
     stats = engine.control.stats()
     assert stats["steps"] == stats["steps_without_drafts"]["no_gain"] == 80
     assert not engine.control.faults
 
 
-def test_a_round_does_not_rest_where_a_request_that_waited_has_drafts(monkeypatch):
-    """Its rows may be rejected ones, and its drafts' verdict is to be heard."""
+def test_no_step_is_skipped_where_a_request_that_waited_has_drafts(monkeypatch):
+    """Its rows may be rejected, and the outcome of its drafts is to be observed."""
     engine = Off(monkeypatch)
-    kept, keep = [], engine.control._backlog.keep
-    engine.control._backlog.keep = lambda *a: (kept.append(a[3].copy()), keep(*a))
+    calls, keep = [], engine.control._backlog.keep
+    engine.control._backlog.keep = lambda *a: (calls.append(a[3].copy()), keep(*a))
     engine.go()
-    assert engine.control._resting == REST
+    assert engine.control._skips_left == SKIPPED_STEPS
     engine.drafts["r3"] = [7, 1, 1]
     assert engine.go() == 1, "the policy was asked"
-    assert kept[-1].tolist() == [1] * 3 + [2] + [1] * 12, "committed rows alone"
+    assert calls[-1].tolist() == [1] * 3 + [2] + [1] * 12, "committed rows alone"
     assert engine.policy.stats()["verified_tokens"] == 3
     assert not engine.control.faults
 
 
-def test_rows_are_kept_as_they_are_in_a_step_like_the_one_before(monkeypatch):
+def test_stored_rows_follow_a_step_equal_to_the_previous_one(monkeypatch):
     engine = Off(monkeypatch)
-    kept, keep = [], engine.control._backlog.keep
-    engine.control._backlog.keep = lambda *a: (kept.append(a[1:]), keep(*a))
+    calls, keep = [], engine.control._backlog.keep
+    engine.control._backlog.keep = lambda *a: (calls.append(a[1:]), keep(*a))
     same = []
-    for step in [engine.go] * 4 + [engine.turn] + [engine.go] * 3:
+    for step in [engine.go] * 4 + [engine.decode_step] + [engine.go] * 3:
         step()
         same.append(engine.control.same)
     assert same == [False, False, True, True, False, False, True, True]
     n = len(engine.reqs)
-    for slots, row, rows, start, num_rows in kept[1:4] + kept[5:]:
+    for slots, row, rows, start, num_rows in calls[1:4] + calls[5:]:
         assert (row.tolist(), rows.tolist(), num_rows) == ([*range(n)], [1] * n, n)
         assert sorted(slots.tolist()) == [*range(n)]
         assert start.dtype == np.int64
-    assert kept[4][4] > n  # with the prompt of the request that came
-    starts = np.array([step[3] for step in kept[5:]])
+    assert calls[4][4] > n  # with the prompt of the request that came
+    starts = np.array([step[3] for step in calls[5:]])
     assert (np.diff(starts, axis=0) == 1).all()
     assert not engine.control.faults
 
 
-def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
+def test_rows_of_every_request_are_stored_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(10):
-        engine.turn()
+        engine.decode_step()
     slots = engine.control._table.slots(engine.reqs)
     computed = engine.batch.num_computed_tokens_cpu
     new = [i for i, name in enumerate(engine.reqs) if name.startswith("new")]
@@ -105,7 +107,7 @@ def test_rows_of_every_request_are_kept_for_the_draft(monkeypatch):
     assert (first, len(rows)) == (0, int(computed[new[-1]]))
 
 
-def test_it_is_asked_at_once_when_it_may_be_otherwise(monkeypatch):
+def test_the_policy_is_called_at_once_when_its_decision_may_change(monkeypatch):
     engine = Off(monkeypatch)
     assert engine.go() == 1 and engine.go() == 0
     engine.remove()
@@ -120,20 +122,20 @@ def test_it_is_asked_at_once_when_it_may_be_otherwise(monkeypatch):
     assert engine.go() == 1 and engine.go() == 0
 
 
-def test_with_a_limit_to_keep_it_is_asked_in_every_round(monkeypatch):
+def test_the_policy_is_called_in_every_step_with_a_limit(monkeypatch):
     engine = Off(monkeypatch, client_slo_tpot_ms=10)
     assert engine.go() == 1 and engine.go() == 0
-    assert engine.turn(tide_slo_tpot_ms=40) == 1
+    assert engine.decode_step(tide_slo_tpot_ms=40) == 1
     assert engine.go() == 1
     engine.replace(engine.new, "without")
-    assert [engine.go() for _ in range(REST + 1)] == [0] * REST + [1]
+    assert [engine.go() for _ in range(SKIPPED_STEPS + 1)] == [0] * SKIPPED_STEPS + [1]
 
 
-def test_time_of_prefills_is_not_taken_for_that_of_plain_rounds(monkeypatch):
+def test_prefill_time_is_not_counted_as_plain_step_time(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(8):
         assert engine.go() == 1
-        for place in range(REST):
-            assert (engine.turn(0.5) if place % 2 else engine.go()) == 0
-    plain = 7 * (1 + REST - REST // 2)
+        for place in range(SKIPPED_STEPS):
+            assert (engine.decode_step(0.5) if place % 2 else engine.go()) == 0
+    plain = 7 * (1 + SKIPPED_STEPS - SKIPPED_STEPS // 2)
     assert engine.policy.stats()["step_seconds"] == pytest.approx(plain * 0.02)

@@ -1,4 +1,4 @@
-"""What control begins with."""
+"""Initial state of control."""
 
 import json
 import math
@@ -13,7 +13,7 @@ DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 
 
 def parameters(folder):
-    """Numbers of a checkpoint that a forward reads, by the header of its file."""
+    """Return the number of values a forward reads, from a checkpoint's header."""
     with (folder / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(
@@ -23,7 +23,7 @@ def parameters(folder):
     )
 
 
-def test_the_guess_knows_what_a_forward_reads():
+def test_the_initial_guess_counts_what_a_forward_reads():
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_tide.engine.policy_start import first_guess

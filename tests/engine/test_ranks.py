@@ -19,7 +19,7 @@ pytestmark = [
 def test_ranks_follow_the_leader_and_switch_together(
     greedy, own_draft, other_draft, tmp_path, monkeypatch
 ):
-    """The workers are processes of their own, and AdaSpec decides on the first."""
+    """The workers are separate processes, and AdaSpec decides on the first."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tide = MEMORY | {"control": {"policy": "adaspec", "probe_share": 0.2}}
     engine = {"tensor_parallel_size": 2, "num_gpu_blocks_override": None}

@@ -1,4 +1,4 @@
-"""What the worker tells vLLM, whose encoder takes Python's own types only."""
+"""The worker's report to vLLM: its encoder accepts only Python's own types."""
 
 import enum
 import math
@@ -14,9 +14,9 @@ import torch
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.server_log import ServerLog
-from vllm_tide.engine.worker import with_topk_of
+from vllm_tide.engine.worker import with_valid_topk
 from vllm_tide.engine.worker_v1 import WorkerTideV1
-from vllm_tide.transport.rendezvous import plain
+from vllm_tide.transport.rendezvous import to_builtins
 
 ODD = {
     "float": np.float64(0.5),
@@ -35,16 +35,16 @@ ODD = {
 def test_every_number_becomes_one_that_vllm_can_send():
     with pytest.raises((TypeError, OverflowError)):
         msgspec.msgpack.encode(ODD)
-    found = plain(ODD)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(found), strict=False)
-    assert told["float"] == 0.5 and told["int"] == 7 and told["flag"] is True
-    assert told["array"] == [0, 1, 2] and told["tensor"] == 2.5
-    assert found["counter"] == {3: 4} and told["huge"] == 2**64 - 1
-    assert told["kind"] == 2 and told["tuple"] == [1.5, None, "x", True, math.inf]
+    plain = to_builtins(ODD)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), strict=False)
+    assert decoded["float"] == 0.5 and decoded["int"] == 7 and decoded["flag"] is True
+    assert decoded["array"] == [0, 1, 2] and decoded["tensor"] == 2.5
+    assert plain["counter"] == {3: 4} and decoded["huge"] == 2**64 - 1
+    assert decoded["kind"] == 2 and decoded["tuple"] == [1.5, None, "x", True, math.inf]
 
 
 def reporting(stats):
-    """A worker's part of TIDE with nothing but control."""
+    """The worker's part of TIDE with control alone."""
     tide = object.__new__(WorkerTideV1)
     tide.capture = tide.swapper = tide._ring = tide._segment = tide._manifest = None
     tide._guard, tide._reports = Guard("capture"), Guard("reporting")
@@ -58,7 +58,7 @@ def reporting(stats):
     return tide
 
 
-def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
+def test_a_policy_that_reports_numpy_or_nothing_does_not_block():
     output = SimpleNamespace(tide=None)
     tide = reporting(lambda: {"draft_depth": np.float64(1.25)})
     tide.on_sampled(output, None, None, None)
@@ -73,8 +73,8 @@ def test_a_policy_that_reports_numpy_or_nothing_at_all_hangs_nobody():
     assert tide._reports.faults == {"stats": 1} and output.tide["staged"] == 0
 
 
-def test_a_report_asks_nothing_of_the_run_directory():
-    """Its file system may stall, and the model's thread makes the report."""
+def test_a_report_does_not_access_the_run_directory():
+    """Its file system may stall, and the report runs in the model's thread."""
     threads = []
     tide = reporting(dict)
 
@@ -107,6 +107,6 @@ def test_an_engine_that_ends_meanwhile_is_not_announced_again(tmp_path, monkeypa
 @pytest.mark.parametrize(("asked", "entries"), [(64, 64), (100, 100), (1024, 100)])
 def test_a_topk_teacher_has_no_more_entries_than_the_target_has_tokens(asked, entries):
     config = parse_tide({"capture": {"teacher": "topk", "teacher_topk": asked}})
-    found = with_topk_of(config, 100)
-    assert found.capture.teacher_topk == entries
-    assert found.capture.teacher == "topk" and found.train == config.train
+    valid = with_valid_topk(config, 100)
+    assert valid.capture.teacher_topk == entries
+    assert valid.capture.teacher == "topk" and valid.train == config.train

@@ -1,4 +1,4 @@
-"""Capture that leaves writing to a thread: the same records, and nobody waits."""
+"""Capture that writes in a thread: the same records, without waiting."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ROWS = 9 + 4 + 1  # of a step of `Engine`
 
 
 class Threaded(Engine):
-    """An engine whose thread writes as often as the test lets it."""
+    """An engine with a thread that writes as often as the test permits."""
 
     def __init__(self, teacher="hidden", capacity=1 << 18, open_=True):
         super().__init__(teacher, capacity)
         self.capture._thread = ThreadPoolExecutor(1)
-        self.held = threading.Semaphore(1000 if open_ else 0)
+        self.write_permits = threading.Semaphore(1000 if open_ else 0)
         put = self.capture._put
 
-        def held(write):
-            assert self.held.acquire(timeout=30)
+        def put_when_permitted(write):
+            assert self.write_permits.acquire(timeout=30)
             put(write)
 
-        self.capture._put = held
+        self.capture._put = put_when_permitted
 
     def write(self, seed=0, learn=False):
         step = self.stage(seed)
@@ -42,20 +42,20 @@ class Threaded(Engine):
         return step
 
     def learn(self):
-        """Wait for the thread, then look as the next step would."""
+        """Wait for the thread, then poll it as the next step would."""
         for done, _ in list(self.capture._under_way):
             done.exception(timeout=30)
         self.capture._settle()
 
     def seeds(self):
-        """Of each key, the versions of its records; 1 each for an end record."""
-        found = defaultdict(list)
+        """Return the versions of the records of each key; 1 each for an end record."""
+        seeds = defaultdict(list)
         for record in self.records():
-            found[record.key].append(record.draft_version)
-        return dict(found)
+            seeds[record.key].append(record.draft_version)
+        return dict(seeds)
 
     def close(self):
-        self.held.release(1000)
+        self.write_permits.release(1000)
         self.capture.close()
         super().close()
 
@@ -74,8 +74,8 @@ def engine():
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_the_records_are_those_without_a_thread(engine, teacher):
-    plain, threaded, found = Engine(teacher), engine(teacher), []
+def test_records_equal_those_without_a_thread(engine, teacher):
+    plain, threaded, records = Engine(teacher), engine(teacher), []
     for each in (plain, threaded):
         for seed in range(3):
             step = each.stage(seed)
@@ -85,15 +85,15 @@ def test_the_records_are_those_without_a_thread(engine, teacher):
         each.capture.forget("abc")
         if each is threaded:
             each.learn()
-        found.append([identity(record) for record in each.records()])
+        records.append([identity(record) for record in each.records()])
         assert each.capture.rows == 3 * ROWS and each.capture.budget.staged == 0
         stats = each.ring.stats()
         assert (stats.written_records, stats.written_rows) == (12, 3 * ROWS)
-    assert found[0] == found[1] and len(found[0]) == 12
+    assert records[0] == records[1] and len(records[0]) == 12
     plain.close()
 
 
-def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
+def test_rows_are_stored_until_written_and_the_step_does_not_wait(engine):
     each = engine(open_=False)
     begin = time.monotonic()
     steps = [each.write(seed) for seed in range(3)]
@@ -104,22 +104,22 @@ def test_rows_are_kept_until_they_are_written_and_nobody_waits(engine):
     each.capture.forget("c")
     assert time.monotonic() - begin < 10 and each.records() == []
     assert each.capture.rows == each.ring.stats().written_records == 0
-    each.held.release(4)
+    each.write_permits.release(4)
     each.learn()
     assert each.capture.rows == 3 * ROWS and each.capture.budget.staged == 0
     assert [record.finished for record in each.records()] == [False] * 9 + [True]
     assert each.stage(4).staged is not None
 
 
-def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
-    """Though its later steps were on their way, and there is room again."""
+def test_a_truncated_request_has_no_record_after_the_gap(engine):
+    """Though its later steps were in flight, and there is space again."""
     each = engine(capacity=1 << 11, open_=False)
     each.capture.budget.take = lambda *args: None
     for seed in range(3):
         step = each.stage(seed)
         step.version = seed
         each.capture.write(step)
-    each.held.release(2)
+    each.write_permits.release(2)
     for done, _ in list(each.capture._under_way)[:2]:
         done.result(timeout=30)
     before = each.seeds()
@@ -127,23 +127,23 @@ def test_a_request_that_is_cut_short_has_no_record_after_the_hole(engine):
     assert all(seeds.count(0) == whole[key] for key, seeds in before.items())
     cut = {key for key, seeds in before.items() if seeds.count(1) < whole[key]}
     assert cut and len(before) == 3
-    each.held.release(1)
+    each.write_permits.release(1)
     each.learn()
-    kept = {key: [2] * whole[key] for key in before if key not in cut}
-    assert each.seeds() == kept
+    expected = {key: [2] * whole[key] for key in before if key not in cut}
+    assert each.seeds() == expected
     tickets = {t.key: t for t in each.capture._tickets.values()}
     assert {k for k, t in tickets.items() if t.refusal == "cut_short"} == cut
     lost = each.ring.dropped_rows["full"] + each.capture.dropped["cut_short"]
     assert each.capture.rows + lost == 3 * ROWS
-    # They are told from the others by their end alone.
-    each.held.release(1)
+    # Only their end distinguishes them from the others.
+    each.write_permits.release(1)
     each.capture.forget("abc")
     each.learn()
     assert sorted(each.seeds()) == sorted(before)
     assert not each.capture._cut
 
 
-def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
+def test_a_fault_of_the_thread_is_counted_by_the_guard(engine, monkeypatch):
     each, guard = engine(), Guard("capture")
     write = each.ring.write
 
@@ -165,15 +165,15 @@ def test_a_fault_of_the_thread_is_the_guards(engine, monkeypatch):
     assert len(each.capture._stage._free) == 3
 
 
-def test_what_is_under_way_is_written_before_the_end(engine):
+def test_pending_writes_are_written_before_the_end(engine):
     each = engine(open_=False)
     each.write(), each.capture.forget("ab")
-    threading.Timer(0.2, each.held.release, (2,)).start()
+    threading.Timer(0.2, each.write_permits.release, (2,)).start()
     each.capture.close()
     assert len(each.records()) == 5 and each.capture.rows == ROWS
 
 
-def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
+def test_shutdown_waits_no_longer_than_it_must(engine, monkeypatch):
     monkeypatch.setattr(recorder, "DRAIN_S", 0.1)
     each = engine(open_=False)
     each.write()
@@ -181,23 +181,23 @@ def test_the_end_waits_no_longer_than_it_must(engine, monkeypatch):
     each.capture.close()
     each.ring.close()
     assert time.monotonic() - begin < 10
-    each.held.release(1)
+    each.write_permits.release(1)
     each.learn()
     assert each.ring.drops == {"closed": 3} and each.capture.rows == 0
 
 
-def test_a_pause_ends_requests_behind_what_is_under_way(engine):
+def test_a_pause_ends_requests_behind_pending_writes(engine):
     each = engine(open_=False)
     each.write(0)
     late = each.stage(1)
     each.reader.set_collect(Collect.NOTHING)
     each.capture.write(late)
     late.staged.release()
-    each.held.release(1000)
+    each.write_permits.release(1000)
     each.learn()
-    found = each.records()
-    assert [(r.finished, r.num_rows) for r in found] == [
+    records = each.records()
+    assert [(r.finished, r.num_rows) for r in records] == [
         (False, 9), (False, 4), (False, 1), (True, 0), (True, 0), (True, 0),
     ]  # fmt: skip
     assert each.capture.dropped["paused"] == 9 + 4 + 2
-    assert replace(found[3], key=0).draft_version == each.capture.draft_version
+    assert replace(records[3], key=0).draft_version == each.capture.draft_version

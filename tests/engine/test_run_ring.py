@@ -1,4 +1,4 @@
-"""Runs of a staging ring: never two at one place, reused in order, none when full."""
+"""Runs of a staging ring never overlap, are reused in order, and refuse when full."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm_tide.engine.staging import Run, RunRing
 
 
-def test_runs_follow_each_other_and_come_round():
+def test_runs_follow_each_other_and_wrap_around():
     ring = RunRing(100, align=10)
     first, second = ring.take(35), ring.take(40)
     assert (first.start, first.end, second.start) == (0, 40, 40)

@@ -1,4 +1,4 @@
-"""Credentials of `tide.spool.url`: where a server may not write them."""
+"""Credentials of `tide.spool.url`: where a server must not write them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PLAIN = "s3://host/bucket"
         ("is it running?", "is it running?"),
     ],
 )
-def test_what_is_public_of_a_url(text, public):
+def test_public_part_of_a_url(text, public):
     assert without_credentials(text) == public
 
 
-def test_the_command_lines_section_is_printed_without_them():
+def test_the_command_lines_section_is_printed_without_credentials():
     given = {"method": "eagle3", "model": "x/y", "num_speculative_tokens": 3}
     section = {"spool": {"url": URL}, "control": {"policy": "static"}}
     config = speculative_config_argument(json.dumps({**given, "tide": section}))
@@ -54,7 +54,7 @@ def test_the_command_lines_section_is_printed_without_them():
     assert (type(announced), announced) == (str, PLAIN)
 
 
-def test_a_relay_gets_them_from_its_environment_alone(tmp_path, monkeypatch):
+def test_a_relay_gets_credentials_from_its_environment_alone(tmp_path, monkeypatch):
     started = []
 
     def popen(command, env, **_):
@@ -73,10 +73,10 @@ def test_a_relay_gets_them_from_its_environment_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(cli_relay, "_find", lambda *_, **__: manifest)
     urls = []
     monkeypatch.setattr(cli_relay, "_connect", lambda _m, _d, url, _c: urls.append(url))
-    assert cli_relay.run(_words(tmp_path)) == 0
-    assert cli_relay.run(_words(tmp_path, spool="/else")) == 0
+    assert cli_relay.run(_all_bytes(tmp_path)) == 0
+    assert cli_relay.run(_all_bytes(tmp_path, spool="/else")) == 0
     assert urls == [URL, "/else"]
 
 
-def _words(run_dir, spool=None):
+def _all_bytes(run_dir, spool=None):
     return SimpleNamespace(run_dir=run_dir, spool=spool, engine=None, wait=False)

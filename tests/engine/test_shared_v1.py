@@ -55,7 +55,7 @@ def test_captured_rows_equal_transformers(served, oracle, greedy):
     assert metric(report, "accepted_tokens") == sum(r.num_accepted for r in verify)
 
 
-def test_prefix_cache_hits_are_said_and_refusals_are_kept(served, oracle):
+def test_prefix_cache_hits_are_marked_and_refusals_are_honoured(served, oracle):
     shared = list(b"a shared preamble that is longer than any block size" * 3)
     first = served([shared + [1]], forget=True, max_tokens=4)
     assert "prefix_cached" not in first["dropped"]
@@ -93,18 +93,20 @@ def test_rows_become_metadata_only_while_the_trainer_pauses(served, oracle):
     for r in light["records"]:
         assert r.metadata_only and r.features.shape == (r.num_rows, 0)
         assert r.teacher_hidden is r.teacher_topk_ids is None
-    # The same rounds were served, so the same ids and verdicts come.
-    found = [counted(report["records"]) for report in (full, light, last)]
-    assert found[0] == found[1] == found[2]
+    # The same steps were served, so the same ids and outcomes come.
+    counts = [counted(report["records"]) for report in (full, light, last)]
+    assert counts[0] == counts[1] == counts[2]
     oracle.check_whole(last["records"], sequences(prompts, last))
-    # Two tenants; a request keeps its own through all records.
+    # Two tenants; all records of a request have its tenant.
     of_key: dict[int, int] = {}
     for r in full["records"] + light["records"] + last["records"]:
         assert of_key.setdefault(r.key, r.tenant) == r.tenant != 0
     assert sorted(Counter(of_key.values()).values()) == [3, 6]
 
 
-def test_preempted_requests_are_recomputed_and_captured_right(served, oracle, greedy):
+def test_preempted_requests_are_recomputed_and_captured_correctly(
+    served, oracle, greedy
+):
     report = served(LONG, forget=True, max_tokens=96)
     preempted = [v for k, v in report["metrics"].items() if "num_preemptions" in k]
     assert sum(preempted) > 0
@@ -118,7 +120,7 @@ def test_stop_strings_and_ended_requests(served, oracle):
     # A byte that the first request emits somewhere in the middle ends it there.
     stop = [bytes([t]).decode() for t in free["tokens"][0][3:] if 32 < t < 127]
     report = served(PROMPTS[:2], max_tokens=30, stop=stop[:1] or ["zz"], forget=True)
-    # The end of a request is told with the next step.
+    # The end of a request is reported with the next step.
     after = served(PROMPTS[2:3], max_tokens=2)
     assert report["faults"] == {}
     oracle.check(report["records"], sequences(PROMPTS[:2], report))
@@ -127,7 +129,7 @@ def test_stop_strings_and_ended_requests(served, oracle):
 
 def test_no_request_gets_more_drafts_than_it_asked_for(served):
     prompts = [[*b"hello world", i] for i in range(4)]
-    caps = [0, 1, None, 4]  # the last is more than there ever are
+    caps = [0, 1, None, 4]  # the last is above the maximum
     extra = [None if cap is None else {"tide_k_max": cap} for cap in caps]
     free = served(prompts, max_tokens=10, forget=True)
     capped = served(prompts, max_tokens=10, extra=extra, forget=True)
@@ -152,10 +154,10 @@ def test_capture_is_switched_for_the_run_directory(served):
     assert served(PROMPTS[:2], max_tokens=8)["records"] == []
 
 
-def test_a_swapped_draft_drafts_as_from_disk_and_no_address_changes(
+def test_a_swapped_draft_drafts_as_from_disk_at_the_same_addresses(
     served, own_draft, other_draft
 ):
-    """Back to the draft that was loaded from disk: the very same drafts."""
+    """Return to the draft that was loaded from disk: the very same drafts."""
     disk = served(PROMPTS, forget=True, max_tokens=16)
     version = disk["version"]
     assert served.publish(other_draft) == ""
@@ -192,11 +194,11 @@ def test_bad_publications_are_refused_and_the_old_draft_keeps_serving(
     assert after["tokens"] == before["tokens"]
     assert after["version"] == before["version"]
     assert drafted(after["records"]) == drafted(before["records"])
-    # A good one still gets in after all that.
+    # A good one is still accepted after all that.
     assert served.publish(other_draft) == ""
 
 
-def test_a_change_of_low_rank_drafts_as_the_tensors_that_it_makes(served, own_draft):
+def test_a_low_rank_change_drafts_like_its_tensors(served, own_draft):
     assert served.publish(own_draft) == ""
     version = served.writer.latest_version
 
@@ -205,23 +207,25 @@ def test_a_change_of_low_rank_drafts_as_the_tensors_that_it_makes(served, own_dr
         more["norm.weight"] = more["norm.weight"] * 2
         more["fc.weight"] = by * more["fc.weight"].flip(0)
         base = {name: t.float() for name, t in own_draft.items()}
-        told = delta.factors(base, more, rank=3)
+        factors = delta.factors(base, more, rank=3)
         marks = {"base": delta.fingerprint(own_draft)}
-        return told, {"adaptation": {"base": version}, "delta": marks}
+        return factors, {"adaptation": {"base": version}, "delta": marks}
 
-    told, meta = fast(0.5)
-    assert set(told) == {"fc.weight.u", "fc.weight.v", "norm.weight"}
-    assert served.publish(told, **meta) == ""
+    factors, meta = fast(0.5)
+    assert set(factors) == {"fc.weight.u", "fc.weight.v", "norm.weight"}
+    assert served.publish(factors, **meta) == ""
     changed = served(PROMPTS, forget=True, max_tokens=16)
-    assert served.publish(delta.apply(own_draft, told)) == ""
+    assert served.publish(delta.apply(own_draft, factors)) == ""
     whole = served(PROMPTS, forget=True, max_tokens=16)
     assert changed["tokens"] == whole["tokens"]
     assert drafted(changed["records"]) == drafted(whole["records"])
-    # A change of what is no base any more.
-    assert served.publish(told, **meta) == "base"
+    # A change of a base that is not served any more.
+    assert served.publish(factors, **meta) == "base"
 
 
-def test_prefixes_cached_before_a_swap_are_counted_apart(served, other_draft, greedy):
+def test_prefixes_cached_before_a_swap_are_counted_separately(
+    served, other_draft, greedy
+):
     prefix = list(b"in a hole in the ground there lived one who " * 3)[:128]
     first, after, again = (prefix + list(end) for end in (b"first", b"later", b"again"))
     part = prefix[:64] + list(b"the road goes ever on and on down from the door " * 2)
@@ -242,5 +246,5 @@ def test_prefixes_cached_before_a_swap_are_counted_apart(served, other_draft, gr
     # The requests that publish have no prefix.
     assert {"none", "most", "part", "most_old"} <= (served.prefixes - before).keys()
     alone = served([after], max_tokens=24, forget=True)
-    # Its prefix had the KV of the draft before.
+    # Its prefix had the KV of the previous draft.
     assert drafted(alone["records"]) != drafted(report["records"])

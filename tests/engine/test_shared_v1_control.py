@@ -1,4 +1,4 @@
-"""Whatever the lengths are, outputs are the target's own and nothing is lost (V1)."""
+"""At any draft length, outputs are the target's own and nothing is lost (V1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINE = "v1-control"
 VARIED = [[5, -1], [1, 1], [0, 0], [0, 0], [5, 5], [2, -1]]
 
 
-def test_after_a_pause_the_draft_drafts_as_if_it_had_never_paused(served):
+def test_the_draft_drafts_after_a_pause_as_without_one(served):
     """Off for steps (prefill too), then on: the same drafts each time."""
     script = [[0, 0], [0, 0], [0, 0], [3, 0]]
     paused = served(PROMPTS, forget=True, max_tokens=24, script=script)
@@ -61,7 +61,7 @@ def test_preempted_requests_keep_their_outputs(served, greedy):
     assert not report["lost"]
 
 
-def test_a_swap_amid_any_lengths_changes_no_output(served, greedy, other_draft):
+def test_a_swap_at_any_lengths_keeps_the_outputs(served, greedy, other_draft):
     assert served.publish(other_draft) == ""
     report = served(PROMPTS, forget=True, max_tokens=24, script=VARIED)
     assert report["tokens"] == greedy(PROMPTS, 24)
@@ -69,7 +69,7 @@ def test_a_swap_amid_any_lengths_changes_no_output(served, greedy, other_draft):
 
 
 @pytest.mark.nightly
-def test_without_memory_for_it_a_pause_leaves_holes_and_right_outputs(greedy, tmp_path):
+def test_a_pause_without_backlog_memory_leaves_gaps_and_right_outputs(greedy, tmp_path):
     small = {"vllm_tide.engine.control_v1.CATCHUP_MIB": 0}
     case = engine_case(tmp_path, KINDS[ENGINE], constants=small)
     with OfflineEngine(case) as engine:

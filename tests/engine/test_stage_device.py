@@ -5,31 +5,31 @@ from types import SimpleNamespace
 from vllm_tide.engine import staged_draft as stage
 
 
-def test_the_thread_is_on_the_device_of_its_room_before_it_looks(monkeypatch):
+def test_the_thread_selects_the_device_of_its_buffer_before_it_polls(monkeypatch):
     done = []
     monkeypatch.setattr(stage.torch.cuda, "set_device", done.append)
-    room = SimpleNamespace(device="cuda:3")
-    stager = stage.Stager(SimpleNamespace(), SimpleNamespace(), room=room)
+    upload_buffer = SimpleNamespace(device="cuda:3")
+    stager = stage.Stager(SimpleNamespace(), SimpleNamespace(), buffer=upload_buffer)
     monkeypatch.setattr(stage, "POLL_SECONDS", 0)
 
-    def look():
+    def poll():
         done.append("look")
         stager._stop.set()
 
-    monkeypatch.setattr(stager, "check_now", look)
+    monkeypatch.setattr(stager, "check_now", poll)
     stager.start()
     stager._thread.join(timeout=30)
     assert done == ["cuda:3", "look"]
 
 
 def test_no_draft_is_copied_to_a_device_before_the_first_step(monkeypatch):
-    """A query of another thread ends the capture of a graph, and with it the server."""
+    """A query from another thread ends a graph's capture, and with it the server."""
     uploads = []
-    room = SimpleNamespace(device="cuda:0", upload=uploads.append)
+    upload_buffer = SimpleNamespace(device="cuda:0", upload=uploads.append)
     publication = SimpleNamespace(version=1, meta={}, tensors={})
     segment = SimpleNamespace(latest_version=lambda: 1, read=lambda: publication)
     contract = SimpleNamespace(check=lambda _: None)
-    stager = stage.Stager(segment, contract, room=room)
+    stager = stage.Stager(segment, contract, buffer=upload_buffer)
     stager.check_now()
     assert not uploads and stager.staged_version == 0
     stager.serving = True

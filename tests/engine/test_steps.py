@@ -16,7 +16,7 @@ K, REQS, ROWS = 3, 4, 16
 
 
 class Later:
-    """An event that happens when the test says so."""
+    """An event that the test completes."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -73,7 +73,7 @@ def land(step: Step) -> None:
     step.buffer._event.happened = True
 
 
-def test_a_landed_step_says_what_the_device_decided(log):
+def test_a_landed_step_has_the_devices_decision(log):
     step = record(log)
     assert list(log.landed()) == []
     land(step)
@@ -94,7 +94,7 @@ def test_drafts_of_a_prefilling_request_are_placeholders(log):
     assert record(log, batch(num_draft_tokens_per_req=None)).drafts.tolist() == [0, 0]
 
 
-def test_steps_come_in_order_even_if_a_later_one_lands_first(log):
+def test_steps_are_read_in_order_even_if_a_later_one_lands_first(log):
     first, second = record(log), record(log)
     land(second)
     assert list(log.landed()) == []
@@ -102,7 +102,7 @@ def test_steps_come_in_order_even_if_a_later_one_lands_first(log):
     assert list(log.landed()) == [first, second]
 
 
-def test_a_step_without_a_place_is_left_out_and_places_come_back(log):
+def test_a_step_without_a_slot_is_left_out_and_slots_are_reused(log):
     steps = [record(log) for _ in range(BUFFERS)]
     assert record(log) is None and log.lost == 1
     land(steps[0])
@@ -116,7 +116,7 @@ def test_a_step_without_a_place_is_left_out_and_places_come_back(log):
     assert not record(log).after_gap
 
 
-def test_ends_belong_to_the_newest_step_under_way(log):
+def test_ends_belong_to_the_newest_pending_step(log):
     assert not log.begin(["x"])
     first, second = record(log), record(log)
     assert log.begin(["a"]) and log.begin(["b"])
@@ -124,13 +124,13 @@ def test_ends_belong_to_the_newest_step_under_way(log):
     for step in (first, second):
         land(step)
     list(log.landed())
-    assert list(log.done(wait_for_next=True)) == []  # nobody said what ended after it
+    assert list(log.done(wait_for_next=True)) == []  # ends after it were not reported
     assert list(log.done(wait_for_next=False)) == [first, second]
     assert not log.begin(["c"])
 
 
 class Rows:
-    """Staged rows that arrive when the test says so."""
+    """Staged rows that arrive when the test completes them."""
 
     def __init__(self) -> None:
         self.arrived, self.released = False, 0
@@ -142,7 +142,7 @@ class Rows:
         self.released += 1
 
 
-def test_a_step_is_done_when_its_rows_have_arrived_and_they_are_let_go_after(log):
+def test_a_step_is_done_when_its_rows_arrived_and_then_released(log):
     first, second = record(log), record(log)
     first.staged = Rows()
     for step in (first, second):
@@ -156,10 +156,10 @@ def test_a_step_is_done_when_its_rows_have_arrived_and_they_are_let_go_after(log
     assert first.staged.released == 1
 
 
-def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
+def test_an_unfilled_step_is_lost_but_its_rows_are_awaited(log):
     first = log.open(batch(), np.zeros(4, np.int32), 0)
     first.full, first.staged = True, Rows()
-    assert list(log.landed()) == []  # its place's event is of the step before
+    assert list(log.landed()) == []  # its slot's event belongs to the step before
     second = record(log)
     land(second)
     assert list(log.landed()) == [second]
@@ -175,7 +175,7 @@ def test_a_step_that_was_not_filled_is_lost_but_its_rows_are_waited_for(log):
     assert record(log).after_gap
 
 
-def test_what_has_landed_is_learnt_from_after_the_launch_of_a_step():
+def test_landed_steps_are_learned_after_the_launch_of_a_step():
     worker, taken = object.__new__(WorkerTideV2), []
     worker._log = SimpleNamespace(begin=lambda ended: True)
     worker._take_landed = lambda: taken.append(True)

@@ -1,4 +1,4 @@
-"""Fast drafts: changes of a base are made whole, and what was learnt of it is kept."""
+"""Fast drafts: low-rank changes of a base, which keep its estimates."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def draft(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def changed(base: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
-    """What is published of `base`, with `by` more in each place of its matrix."""
-    held = {name: tensor.float() for name, tensor in base.items()}
-    fast = held | {"fc.weight": held["fc.weight"] + by}
-    told = delta.factors(held, fast, rank=2)
-    assert set(told) == {"fc.weight.u", "fc.weight.v"}
-    return told
+    """Return a publication of `base` with `by` more in each entry of its matrix."""
+    masters = {name: tensor.float() for name, tensor in base.items()}
+    fast = masters | {"fc.weight": masters["fc.weight"] + by}
+    factors = delta.factors(masters, fast, rank=2)
+    assert set(factors) == {"fc.weight.u", "fc.weight.v"}
+    return factors
 
 
 class Swaps:
-    """A real swapper between a real segment and a model that takes everything.
+    """A real swapper between a real segment and a model that accepts everything.
 
     Attributes:
         served: What was loaded into the model last.
@@ -59,7 +59,7 @@ class Swaps:
         monkeypatch.setattr(module, "install", self._install)
         monkeypatch.setattr(module, "verify_installed", lambda *_: None)
         monkeypatch.setattr(module, "overflow_check", lambda *_: None)
-        # A tensor that is the target's, as checkpoints may hold one: never published.
+        # The target's tensor, as checkpoints may contain one: never published.
         monkeypatch.setattr(module, "shared_with_target", lambda *_: {"lm_head.weight"})
         more = {"lm_head.weight": torch.ones(3, 3), "t2d": torch.ones(3)}
         save_file(self.base | more, folder / "model.safetensors")
@@ -81,9 +81,9 @@ class Swaps:
 
     def stage(self, tensors: dict[str, torch.Tensor], **meta: Any) -> int:
         version = self.writer.latest_version + 1
-        told = on_wire(tensors)
+        received = on_wire(tensors)
         self.writer.publish(
-            told, version=version, parent_version=version - 1, meta=meta
+            received, version=version, parent_version=version - 1, meta=meta
         )
         self.made.stager.check_now()
         return version
@@ -114,7 +114,7 @@ def swaps(tmp_path, monkeypatch):
     made.close()
 
 
-def test_a_new_base_takes_the_place_of_the_old_one(swaps):
+def test_a_new_base_replaces_the_old_one(swaps):
     made, other = swaps.made, draft(1)
     made.install_ordered(swaps.stage_fast(0.5, swaps.base, 0))
     made.install_ordered(swaps.stage(other))
@@ -124,7 +124,7 @@ def test_a_new_base_takes_the_place_of_the_old_one(swaps):
     assert swaps.state() == (3, 2, {})
     fast = swaps.served
     assert swaps.serves(delta.apply(other, changed(other, 0.5)))
-    # Of the old one: refused, and what is served is served on.
+    # A change of the old base is refused, and serving is unaffected.
     swaps.stage_fast(0.5, swaps.base, 0)
     assert made.ready_version() == 0
     assert swaps.state() == (3, 2, {"base": 1}) and swaps.served is fast
@@ -143,14 +143,14 @@ def test_a_new_base_takes_the_place_of_the_old_one(swaps):
         ({"lm_head.weight": torch.ones(3, 3)}, "change"),
     ],
 )
-def test_a_change_that_cannot_be_served_is_refused(swaps, wrong, reason):
+def test_an_invalid_change_is_refused(swaps, wrong, reason):
     mark = {"base": delta.fingerprint(swaps.base)}
-    told = changed(swaps.base, 0.5) | wrong
-    swaps.stage(told, adaptation={"base": 0}, delta=mark)
+    factors = changed(swaps.base, 0.5) | wrong
+    swaps.stage(factors, adaptation={"base": 0}, delta=mark)
     assert swaps.state() == (0, 0, {reason: 1}) and swaps.made.ready_version() == 0
 
 
-def test_a_fast_draft_that_fails_leaves_the_last_good_one_and_its_base(swaps):
+def test_a_failing_fast_draft_leaves_the_last_good_one_and_its_base(swaps):
     made = swaps.made
     made.install_ordered(swaps.stage(draft(1)))
     swaps.fails = [True]
@@ -161,14 +161,14 @@ def test_a_fast_draft_that_fails_leaves_the_last_good_one_and_its_base(swaps):
 
 
 def worker(kind: type[Any], swaps: Swaps) -> Any:
-    """A worker's part of TIDE with a swapper and control, nothing else."""
+    """The worker's part of TIDE with a swapper and control alone."""
     tide = object.__new__(kind)
     tide.swapper, tide.control, tide.capture = swaps.made, begun(), None
     tide._guard, tide._draft_since, tide._verification = Guard("capture"), 0.0, None
     return tide
 
 
-def test_evidence_is_kept_by_fast_drafts_and_not_by_others(swaps):
+def test_fast_drafts_keep_the_estimates_and_other_drafts_do_not(swaps):
     tide = worker(WorkerTide, swaps)
     policy = tide.control.policy = adaspec(8, "gpt-oss-120b")
     world(8, "gpt-oss-120b", EASY).run(policy, 200)
@@ -181,7 +181,7 @@ def test_evidence_is_kept_by_fast_drafts_and_not_by_others(swaps):
     for by in (0.5, 0.6):
         before = tide._draft_since
         tide._install_ordered({"install": swaps.stage_fast(by, swaps.base, 0)})
-        assert tide._draft_since > before  # it is another draft all the same
+        assert tide._draft_since > before  # though it is another draft
     assert swaps.state()[:2] == (2, 0)
     assert evidence() == learnt and np.array_equal(
         policy.acceptance.requests.value, level
@@ -214,12 +214,12 @@ def test_adaptive_verification_keys_on_the_base(swaps):
     assert seen == [1, 1] and swaps.made.version == 2
 
 
-def test_cached_prefixes_are_old_by_bases_alone():
-    """Looking at all blocks takes long, and a fast draft comes every few seconds."""
-    held = idle_scheduler()
-    tide = SchedulerTide(3, held, TideConfig())
+def test_cached_prefixes_become_old_by_bases_alone():
+    """A scan of all blocks takes long, and a fast draft comes every few seconds."""
+    scheduler = idle_scheduler()
+    tide = SchedulerTide(3, scheduler, TideConfig())
     block = SimpleNamespace(block_id=0, block_hash="hash")
-    held.kv_cache_manager.block_pool.blocks.append(block)
+    scheduler.kv_cache_manager.block_pool.blocks.append(block)
     new = SimpleNamespace(num_computed_tokens=9, block_ids=[[0]])
     tide.observe({"staged": 1, "staged_fast": True})
     assert tide.control() == {"install": 1}

@@ -1,4 +1,4 @@
-"""The server keeps its sidecar running: real children, which are no trainers."""
+"""The server restarts its sidecar: real child processes that are no trainers."""
 
 import math
 import os
@@ -26,7 +26,7 @@ GROUP = "00000000000000aa"
 LIVES = 'echo "$$ $*" >> "$0.started"; exec sleep 600'
 DIES = 'echo "$$ $*" >> "$0.started"; exit 3'
 TALKS = """echo "$$ $*" >> "$0.started"
-while :; do head -c 9000 /dev/zero | tr '\\0' x; echo; echo newest; sleep 0.05; done
+while :; do printf '%9000s' | tr ' ' x; echo; echo newest; sleep 0.05; done
 """
 WAIT_S = 60.0
 
@@ -66,12 +66,12 @@ def until(check):
         time.sleep(0.02)
 
 
-def test_the_pauses_grow_to_a_minute_and_then_to_an_hour():
+def test_restart_delays_grow_to_a_minute_and_then_to_an_hour():
     assert [pause_after(n) for n in range(1, 8)] == [1, 2, 4, 8, 16, 32, 60]
     assert {pause_after(n) for n in range(8, 2000)} == {3600}
 
 
-def test_who_dies_is_started_again(tmp_path, sidecar):
+def test_a_dead_process_is_started_again(tmp_path, sidecar):
     one = sidecar(LIVES)
     one.start()
     until(lambda: len(started(tmp_path)) == 1)
@@ -84,8 +84,8 @@ def test_who_dies_is_started_again(tmp_path, sidecar):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_who_is_started_again_has_the_cores_of_the_start(tmp_path, sidecar):
-    """All threads of a worker may be bound to its core by then."""
+def test_a_restarted_process_has_the_cores_of_the_start(tmp_path, sidecar):
+    """By then all threads of a worker may be bound to its core."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
     one = sidecar(LIVES)
     call_on({second}, one.start)
@@ -96,13 +96,13 @@ def test_who_is_started_again_has_the_cores_of_the_start(tmp_path, sidecar):
     assert os.sched_getaffinity(started(tmp_path)[1]) == {second}
 
 
-def test_deaths_are_counted_until_one_has_lived_long_enough(tmp_path, sidecar):
+def test_deaths_are_counted_until_a_process_has_run_long_enough(tmp_path, sidecar):
     one = sidecar(DIES)
     one.start()
     until(lambda: one._deaths >= 3)
     one.close()
     deaths = one._deaths
-    for lived in (70.0, 600.0):  # who dies for memory so often is not helped by it
+    for lived in (70.0, 600.0):  # restarts do not cure out-of-memory
         one._began = time.monotonic() - lived
         one._failed(time.monotonic(), "ended with status -9")
     assert one._deaths == deaths + 2
@@ -111,13 +111,13 @@ def test_deaths_are_counted_until_one_has_lived_long_enough(tmp_path, sidecar):
     assert one._deaths == 1
 
 
-def test_who_hangs_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
+def test_a_hanging_process_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
     monkeypatch.setattr(trainer_process, "HUNG_S", 0.5)
     silent = threading.Event()
     one = sidecar(LIVES, reads=lambda: not silent.is_set())
     one.start()
     until(lambda: len(started(tmp_path)) == 1)
-    time.sleep(1.5)  # it shows life
+    time.sleep(1.5)  # its heartbeat moves
     assert len(started(tmp_path)) == 1
     os.kill(started(tmp_path)[0], signal.SIGSTOP)  # SIGTERM would wait
     silent.set()
@@ -126,18 +126,20 @@ def test_who_hangs_is_killed_and_started_again(tmp_path, sidecar, monkeypatch):
     assert one._deaths == 1
 
 
-def test_who_hangs_shows_where_before_it_is_killed(tmp_path, sidecar, monkeypatch):
+def test_a_hanging_process_dumps_its_stacks_before_it_is_killed(
+    tmp_path, sidecar, monkeypatch
+):
     monkeypatch.setattr(trainer_process, "HUNG_S", 0.2)
     tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
-    looks = iter([True])
-    one = sidecar(tells, reads=lambda: next(looks, False))
+    polls = iter([True])
+    one = sidecar(tells, reads=lambda: next(polls, False))
     one.start()
     until(lambda: one._deaths)
     assert (tmp_path / "trainer-e1.log").read_text() == "here\n"
 
 
-def test_who_has_not_read_yet_is_left(tmp_path, sidecar, monkeypatch):
-    """It loads models from slow storage, or is the trainer of other engines."""
+def test_a_process_that_has_not_read_yet_is_left_alone(tmp_path, sidecar, monkeypatch):
+    """It loads models from slow storage, or reads the rings of other engines."""
     monkeypatch.setattr(trainer_process, "HUNG_S", 0.1)
     one = sidecar(LIVES, reads=lambda: False)
     one.start()
@@ -155,13 +157,13 @@ def test_a_relay_may_upload_models_for_longer(tmp_path, sidecar, monkeypatch):
     assert not one._deaths
 
 
-def test_engines_of_a_group_have_one_trainer_and_each_its_relay(tmp_path, sidecar):
+def test_engines_of_a_group_share_a_trainer_and_each_has_its_relay(tmp_path, sidecar):
     first, second = sidecar(LIVES), sidecar(LIVES, "e2")
     first.start()
     second.start()
     until(lambda: len(started(tmp_path)) == 1)
     for _ in range(3):
-        second._look()
+        second._check()
     assert len(started(tmp_path)) == 1
     first.close()  # as its engine ends
     until(lambda: len(started(tmp_path)) == 2)
@@ -172,26 +174,26 @@ def test_engines_of_a_group_have_one_trainer_and_each_its_relay(tmp_path, sideca
     until(lambda: len(started(tmp_path)) == 4)
 
 
-def test_the_trainer_of_an_engine_that_was_killed_keeps_others_from_starting_one(
+def test_the_trainer_of_a_killed_engine_keeps_others_from_starting_one(
     tmp_path, sidecar
 ):
     first, second = sidecar(LIVES), sidecar(LIVES, "e2")
     first.start()
     until(lambda: len(started(tmp_path)) == 1)
-    first._stop.set()  # as if it had been killed: its child is not told
+    first._stop.set()  # as if it had been killed: its child is not informed
     first._thread.join()
     orphan, first.process = first.process, None
     first.close()
     second.start()
     for _ in range(3):
-        second._look()
+        second._check()
     assert len(started(tmp_path)) == 1
     orphan.kill()
     orphan.wait()
     until(lambda: len(started(tmp_path)) == 2)
 
 
-def test_its_log_is_bounded_and_goes_on(tmp_path, sidecar, monkeypatch):
+def test_its_log_is_bounded_and_continues(tmp_path, sidecar, monkeypatch):
     monkeypatch.setattr(trainer_process, "LOG_BYTES", 100_000)
     one = sidecar(TALKS)
     one.start()
@@ -199,8 +201,8 @@ def test_its_log_is_bounded_and_goes_on(tmp_path, sidecar, monkeypatch):
     until(before.exists)
     until(lambda: log.exists() and b"newest" in log.read_bytes())
     one.close()
-    one._next = math.inf  # it only looks after the log
-    one._look()
+    one._next = math.inf  # it only polls after the log
+    one._check()
     assert log.stat().st_size <= 100_000
     assert sorted(os.listdir(tmp_path)) == [
         "python", "python.started", "trainer-e1.log", "trainer-e1.log.1",
@@ -208,7 +210,7 @@ def test_its_log_is_bounded_and_goes_on(tmp_path, sidecar, monkeypatch):
     ]  # fmt: skip
 
 
-def test_a_server_cannot_be_ended_by_a_child_that_cannot_start(
+def test_a_child_that_cannot_start_does_not_end_the_server(
     tmp_path, sidecar, monkeypatch
 ):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
@@ -218,7 +220,7 @@ def test_a_server_cannot_be_ended_by_a_child_that_cannot_start(
     one.close()
 
 
-def test_a_trainer_shows_life_in_the_ring_that_it_reads(tmp_path):
+def test_a_trainer_proves_progress_in_the_ring_that_it_reads(tmp_path):
     tide = object.__new__(WorkerTide)
     tide._ring = None
     assert tide._trainer_reads()
@@ -226,7 +228,7 @@ def test_a_trainer_shows_life_in_the_ring_that_it_reads(tmp_path):
     assert not tide._trainer_reads()
     reader = RingReader.attach(ring.name)
     assert tide._trainer_reads()
-    ring.unlink()  # another engine of its group may be all that it can read
+    ring.unlink()  # another engine of its group may be the only one that it can read
     reader.close()
     assert tide._trainer_reads()
     ring.close()
@@ -241,9 +243,7 @@ while True:
 """
 
 
-def test_a_worker_that_stops_leaves_no_text_behind_while_it_waits(
-    tmp_path, monkeypatch
-):
+def test_a_stopping_worker_writes_no_text_while_it_waits(tmp_path, monkeypatch):
     """vLLM kills one that takes longer than its trainer may."""
     monkeypatch.setattr(trainer_process, "_STOP_SECONDS", 600)
     tide = object.__new__(WorkerTide)
@@ -274,6 +274,6 @@ def test_a_worker_that_stops_leaves_no_text_behind_while_it_waits(
         child.kill()
     closing.join(timeout=60)
     assert not closing.is_alive() and tide._trainer is None
-    # Asked once: a second signal would end a trainer that is saving.
+    # Asked once: a second signal would end a trainer that saves its state.
     assert child.stdout.read() == ""
     ring.close()

@@ -49,10 +49,10 @@ def make(monkeypatch):
 
     def made(
         context: int = 100,
-        look_share: float = 0.0,
+        full_verify_share: float = 0.0,
         times=TIMES,
         young=False,
-        told=None,
+        costs=None,
     ):
         states = SimpleNamespace(
             num_speculative_steps=K,
@@ -67,8 +67,8 @@ def make(monkeypatch):
         control._shape = (REQS, context, REQS * K, 0)
         manager = StepCostVerification(
             control,
-            look_share,
-            told,
+            full_verify_share,
+            costs,
             req_states=states,
             query_start_loc=torch.zeros(REQS + 1, dtype=torch.int32),
             num_bonus_tokens=1,
@@ -80,20 +80,20 @@ def make(monkeypatch):
         chances = SURVIVAL / np.column_stack([np.ones(REQS), SURVIVAL[:, :-1]])
         manager._stale_confidences[0].np[:] = chances
         manager._confidence_probs.copy_(torch.from_numpy(chances))
-        manager._rounds = 0 if young else 1000
+        manager._steps_since_swap = 0 if young else 1000
         return manager
 
     return made
 
 
 def order(manager, limit=np.inf, version=0, step_costs=True):
-    told = {"step_costs": (limit, StepTimes(TIMES).learnt())} if step_costs else None
-    step = SimpleNamespace(tide=told, num_spec_tokens_to_schedule=K)
+    costs = {"step_costs": (limit, StepTimes(TIMES).learnt())} if step_costs else None
+    step = SimpleNamespace(tide=costs, num_spec_tokens_to_schedule=K)
     manager.begin_step(step, version)
 
 
 def best(context: int, limit: float = np.inf) -> int:
-    """The budget of most tokens per second, one by one."""
+    """Return the budget of most tokens per second by brute force."""
     model = FirstPassAlways(StepTimes(TIMES))
     drafting = model.draft_curve(REQS, context, 10, K)[K]
     scores = np.sort(SURVIVAL.ravel())[::-1]
@@ -110,66 +110,66 @@ def verified(manager) -> int:
     return manager.get_num_tokens(TOKENS, DRAFTS) - REQS
 
 
-def test_a_longer_context_makes_the_step_dearer_and_cuts_less(make):
-    found = []
+def test_a_longer_context_raises_the_cost_and_verifies_more(make):
+    counts = []
     for context in (0, 200, 400, 800):
         manager = make(context)
         order(manager)
-        found.append(verified(manager))
-        assert found[-1] == best(context)
-        assert manager._control._shape == (REQS, context, found[-1], 0)
-    assert found == sorted(found) and 0 < found[0] < found[-1]
+        counts.append(verified(manager))
+        assert counts[-1] == best(context)
+        assert manager._control._shape == (REQS, context, counts[-1], 0)
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1]
 
 
-def test_no_round_takes_longer_than_its_limit_but_the_plain_one(make):
+def test_only_the_plain_step_exceeds_its_time_limit(make):
     free = best(0)
-    found = []
+    counts = []
     for limit in (np.inf, 13e-3, 11.5e-3, 1e-9):
         manager = make(0)
         order(manager, limit)
-        found.append(verified(manager))
-        assert found[-1] == best(0, limit)
+        counts.append(verified(manager))
+        assert counts[-1] == best(0, limit)
         assert np.isfinite(manager.cost_tables[1][REQS])
-    assert found[0] == free > found[1] > found[2] > found[3] == 0
+    assert counts[0] == free > counts[1] > counts[2] > counts[3] == 0
 
 
 @pytest.mark.parametrize("step_costs", [False, True])
-def test_without_prices_or_times_upstream_decides_as_ever(make, step_costs):
+def test_upstream_decides_unchanged_without_costs_or_times(make, step_costs):
     manager = make(times=None)
     order(manager, step_costs=step_costs)
     manager.set_cost_curves([(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)])
     assert verified(manager) == 3  # up to the stair
 
 
-def test_what_upstream_measured_is_refined_alike_on_every_rank(make):
-    told = []
-    ranks = [make(times=None, told=told.append) for _ in range(2)]
+def test_upstreams_measurements_are_refined_alike_on_every_rank(make):
+    tables = []
+    ranks = [make(times=None, costs=tables.append) for _ in range(2)]
     stair = [(1, 1.0)], [(REQS, 1.0), (5, 1.1), (10, 9.0)]
     for manager in ranks:
         manager.set_cost_curves(*stair)
-    assert told[-2] == told[-1] and len(told) == 4  # `make` gives curves too
-    seen = StepTimes(told[-1])
+    assert tables[-2] == tables[-1] and len(tables) == 4  # `make` gives curves too
+    seen = StepTimes(tables[-1])
     learnt = seen.learnt()
     for limit, drafts in ((np.inf, 3), (1e-9, 0)):
         for manager in ranks:
-            manager._rounds = 1000
+            manager._steps_since_swap = 1000
             order = {"step_costs": (limit, learnt)}
             manager.begin_step(
                 SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0
             )
             assert verified(manager) == drafts
             assert manager.guard.faults == {}
-    # Serving found that few rows take longer than some.
+    # Serving measured that few rows take longer than some.
     seen.target.take([*(3.0 if rows <= 4 else 0.0 for rows in KNOTS), 0.0])
     order = {"step_costs": (np.inf, seen.learnt())}
     ranks[0].begin_step(SimpleNamespace(tide=order, num_spec_tokens_to_schedule=K), 0)
     assert verified(ranks[0]) > 3
 
 
-def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_then(
+def test_drafts_are_verified_whole_until_the_estimator_has_learned(
     make,
 ):
-    manager = make(800, look_share=0.5, young=True)
+    manager = make(800, full_verify_share=0.5, young=True)
     order(manager)
     cut = best(800)
     assert [verified(manager) for _ in range(200)] == [REQS * K] * 200
@@ -181,10 +181,10 @@ def test_a_draft_is_verified_whole_until_the_estimator_has_learnt_and_now_and_th
     order(manager, version=1)
     assert verified(manager) == REQS * K
     order(manager, limit=1e-9, version=1)
-    assert verified(manager) == 0  # a limit holds then too
+    assert verified(manager) == 0  # a limit applies then too
 
 
-def test_a_fault_of_ours_leaves_upstreams_costs(make):
+def test_a_fault_of_tide_keeps_upstreams_costs(make):
     manager = make(800)
     order(manager)
     manager._step_costs = ("nonsense",)
@@ -193,12 +193,12 @@ def test_a_fault_of_ours_leaves_upstreams_costs(make):
     for _ in range(LIMIT):
         verified(manager)
     assert manager.guard.tripped
-    for _ in range(3001):  # steps, not seconds: every rank must try in the same one
+    for _ in range(3001):  # steps, not seconds: all ranks explore in the same one
         order(manager)
     assert not manager.guard.tripped
 
 
-def test_the_host_learns_what_the_device_verified(make):
+def test_the_host_reads_what_the_device_verified(make):
     manager = make(800)
     order(manager)
     total = manager.get_num_tokens(TOKENS, DRAFTS)
@@ -242,7 +242,7 @@ def test_the_host_learns_what_the_device_verified(make):
     assert step.start.tolist() == [60 - 1 - drafts[0], 70 - 1 - drafts[1]]
 
 
-def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
+def test_costs_go_from_the_leader_through_the_scheduler_to_every_rank():
     control = begun(trims=False)
     assert control.step_costs() is None
     control.times = StepTimes(TIMES)
@@ -258,7 +258,7 @@ def test_prices_go_from_the_leader_through_the_scheduler_to_every_rank():
     assert control.step_costs() is None
 
 
-def test_the_limit_is_the_tightest_that_plain_decoding_keeps():
+def test_the_limit_is_the_tightest_that_plain_decoding_meets():
     control = begun(trims=False)
     control.times = StepTimes(TIMES)
     slo = control._book.slo
@@ -291,7 +291,7 @@ def worker(control):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
+def test_a_backend_without_mixed_lengths_gives_a_cap_and_one_warning(
     asynchronous, caplog
 ):
     control = begun(trims=False)
@@ -306,7 +306,7 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
     for _ in range(2):  # upstream makes the KV cache twice
         assert tide.make_verification(refuse) is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "allows none. Until then tide.control caps" in caplog.text
+    assert "allows none. Until then tide.control limits" in caplog.text
     runner = tide._runner
     assert not runner.rejection_sampler.enable_adaptive_verification
     assert runner.speculator.acceptance_estimator is None
@@ -314,22 +314,24 @@ def test_a_backend_without_mixed_lengths_leaves_a_cap_and_one_line(
     assert tide.begun_anew == [False] and not control.trims
 
 
-@pytest.mark.parametrize(("probe_share", "looks"), [(0.005, 0.01), (0.3, 0.01), (0, 0)])
-def test_how_often_whole_drafts_are_verified_is_no_share_of_time(
-    monkeypatch, probe_share, looks
+@pytest.mark.parametrize(
+    ("probe_share", "whole_steps"), [(0.005, 0.01), (0.3, 0.01), (0, 0)]
+)
+def test_the_frequency_of_whole_drafts_is_no_share_of_time(
+    monkeypatch, probe_share, whole_steps
 ):
-    """The canary lives on those steps: less exploration must not starve it."""
+    """The canary needs those steps: less exploration must not starve it."""
     given = []
 
     class Recorded:
         UPSTREAM = ()
 
-        def __init__(self, control, look_share, on_measured):
-            given.append(look_share)
+        def __init__(self, control, full_verify_share, on_measured):
+            given.append(full_verify_share)
 
     monkeypatch.setattr(verification, "StepCostVerification", Recorded)
     tide = worker(begun(trims=False))
     section = TideConfig.model_validate({"control": {"probe_share": probe_share}})
     tide._config = section
     assert isinstance(tide.make_verification(lambda: object()), Recorded)
-    assert given == [looks]
+    assert given == [whole_steps]

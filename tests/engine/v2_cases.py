@@ -21,12 +21,12 @@ from vllm_tide.transport.record import Phase, Record
 from vllm_tide.transport.ring import Collect
 
 __all__ = [
-    "test_any_lengths_give_the_same_tokens_and_are_counted_right",
+    "test_any_lengths_give_the_same_tokens_and_right_counts",
     "test_any_lengths_keep_the_distribution_of_samples",
     "test_capture_is_switched_for_the_run_directory",
     "test_no_request_gets_more_drafts_than_it_asked_for",
     "test_records_and_tokens_are_those_of_v1_and_of_transformers",
-    "test_a_swap_changes_what_is_drafted_and_no_address",
+    "test_a_swap_changes_the_drafts_and_no_address",
     "test_many_seeds_keep_the_distribution_of_samples",
 ]
 
@@ -73,7 +73,7 @@ def test_records_and_tokens_are_those_of_v1_and_of_transformers(
     Oracle(target).check_whole(records, sequences[:2])
 
 
-def test_a_swap_changes_what_is_drafted_and_no_address(served, own_draft, other_draft):
+def test_a_swap_changes_the_drafts_and_no_address(served, own_draft, other_draft):
     before = served(PROMPTS, script=STATIC, **WORK)
     assert served.publish(other_draft) == ""
     after = served(PROMPTS, script=STATIC, **WORK)
@@ -87,7 +87,7 @@ def test_a_swap_changes_what_is_drafted_and_no_address(served, own_draft, other_
     assert after["faults"] == back["faults"] == {}
 
 
-def test_any_lengths_give_the_same_tokens_and_are_counted_right(served, greedy):
+def test_any_lengths_give_the_same_tokens_and_right_counts(served, greedy):
     """Depths 0 to 3, prefixes of drafts (where V2 can cut them)."""
     report = served(PROMPTS, forget=True, max_tokens=24, script=VARIED)
     assert report["tokens"] == greedy(PROMPTS, 24)
@@ -126,7 +126,7 @@ def test_many_seeds_keep_the_distribution_of_samples(served, target, first):
 
 def test_no_request_gets_more_drafts_than_it_asked_for(served):
     prompts = [[*b"hello", i] for i in range(4)]
-    caps = [0, 1, None, 4]  # the last is more than there ever are
+    caps = [0, 1, None, 4]  # the last is above the maximum
     extra = [None if cap is None else {"tide_k_max": cap} for cap in caps]
     work = {"max_tokens": 8, "script": STATIC, "forget": True}
     free = served(prompts, **work)

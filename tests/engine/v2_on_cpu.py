@@ -1,7 +1,7 @@
 """Model Runner V2 without a GPU: Triton's interpreter runs upstream's own kernels.
 
 Call `prepare` before vLLM or Triton is imported. Needs no change of vLLM: its CPU
-worker has a V2 runner and only wants to see a Triton backend named `cpu`.
+worker has a V2 runner and requires only a Triton backend named `cpu`.
 """
 
 import os
@@ -22,11 +22,11 @@ def prepare(asynchronous: bool) -> None:
 
 
 def interpret() -> None:
-    """What has to be said before vLLM is imported."""
+    """Set what must be set before vLLM is imported."""
     os.environ |= {
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        # An engine is seen before its interpreted kernels have run once.
+        # An engine must be visible before its interpreted kernels have run once.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     from triton.backends import backends
@@ -55,8 +55,8 @@ def verify_adaptively(
     upstream.get_varlen_cudagraph_unsupported_backend = lambda *args, **kwargs: None
     upstream._assign_draft_token_budget_compiled = upstream._assign_draft_token_budget
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **kwargs: mode
-    # Cuts from the start: the estimator would first be fitted after hundreds of rounds.
-    verification._YOUNG_ROUNDS = 0
+    # Cut from the start: the estimator would first be fitted after hundreds of steps.
+    verification._WARMUP_STEPS = 0
     inner = verification.StepCostVerification.__init__
 
     def __init__(self, *args, **kwargs):
@@ -70,7 +70,7 @@ def verify_adaptively(
 
 
 def _overwrite_what_the_target_returned() -> None:
-    """As the draft's graphs may on a GPU: one pool of memory is the target's too."""
+    """Simulate draft graphs of a GPU: their memory pool is the target's too."""
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 
     inner = speculator.TargetDependentARSpeculator.propose

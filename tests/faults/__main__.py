@@ -40,17 +40,17 @@ def _kinds() -> list[str]:
 
 
 def _chosen(args: argparse.Namespace) -> list[Fault]:
-    """The kinds of faults that were asked for.
+    """Return the requested kinds of faults.
 
     Raises:
         BenchError: One of them does not exist.
     """
-    wanted = args.kinds.split(",") if args.kinds else _kinds()
-    for name in wanted:
+    kinds = args.kinds.split(",") if args.kinds else _kinds()
+    for name in kinds:
         if name not in _kinds():
             known = ", ".join(_kinds())
             raise BenchError(f"--kinds: {name!r} is no fault; give one of {known}")
-    return [fault for fault in FAULTS if fault.kind in wanted]
+    return [fault for fault in FAULTS if fault.kind in kinds]
 
 
 def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> int:

@@ -1,4 +1,4 @@
-"""What the two commands have in common: folders, known outputs, signals."""
+"""Shared parts of the two commands: folders, known outputs, signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[[argparse.Namespace, Places, Sequence[Known]], int]
 
 
 def add_places(p: argparse.ArgumentParser) -> None:
-    """Add the options that say where everything is; the demo by default."""
+    """Add the options for paths, with the demo as default."""
     demo = Path(__file__).parents[2] / "scripts" / "demo"
     p.add_argument("--json", type=Path, help="where the result goes")
     p.add_argument("--seed", type=int, default=0)
@@ -41,7 +41,7 @@ def add_places(p: argparse.ArgumentParser) -> None:
 
 
 def say_since(began: float) -> Callable[[str], None]:
-    """A printer of lines with the time since `began` (monotonic clock, s)."""
+    """Return a printer of lines with the time since `began` (monotonic clock, s)."""
 
     def say(text: str) -> None:
         print(f"[{clock_text(time.monotonic() - began)}] {text}", flush=True)
@@ -59,7 +59,7 @@ def run_command(args: argparse.Namespace, run: Run) -> int:
     Returns:
         2 where it could not run, 130 where it was stopped.
     """
-    # Also where a shell started us with SIGINT ignored: we stop what we started.
+    # Also where a shell started us with SIGINT ignored: stop what we started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     work = args.work or Path(tempfile.mkdtemp(prefix="vllm_tide_faults_"))
@@ -82,7 +82,7 @@ def run_command(args: argparse.Namespace, run: Run) -> int:
         print("stopped", file=sys.stderr)
         return 130
     finally:
-        os.sched_setaffinity(0, cpus)  # the scene leaves the first one to the engine
+        os.sched_setaffinity(0, cpus)  # core 0 is the engine's
         shutil.rmtree(run_dir, ignore_errors=True)
         if args.work is None:
             shutil.rmtree(work, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What moved: the server's metrics and the trainer's status."""
+"""Changes of the server's metrics and the trainer's status."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _STATUS = ("rollbacks", "published_version", "rows_read", "failed_writes")
 
 
 def read_metrics(text: str) -> Reading:
-    """Samples of a `/metrics` page, summed over all labels but `reason`.
+    """Sum samples of a `/metrics` page over all labels but `reason`.
 
-    Histogram buckets are left out: they are many and say nothing here.
+    Histogram buckets are left out: there are many, and no check reads them.
     """
     page = parse_page(text, 0.0)
-    found: Reading = {}
+    reading: Reading = {}
     for (name, labels), value in getattr(page, "values", {}).items():
         if not name.endswith("_created"):
             by = dict(labels)
             reason = by.get("reason") or by.get("finished_reason")
             key = f"{name}{{{reason}}}" if reason else name
-            found[key] = found.get(key, 0.0) + value
-    return found
+            reading[key] = reading.get(key, 0.0) + value
+    return reading
 
 
 def read_status(run_dir: Path) -> Reading:
-    """Figures of the newest trainer status in a run directory."""
+    """Return figures of the newest trainer status in a run directory."""
     newest: dict[str, Any] = {}
     for path in run_dir.glob("trainer-*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -41,6 +41,6 @@ def read_status(run_dir: Path) -> Reading:
 
 
 def total(reading: Reading, name: str) -> float:
-    """A counter of a reading, summed over its reasons where it has some."""
+    """Return a counter of a reading, summed over its reasons if it has some."""
     prefix = name + "{"
     return sum(v for k, v in reading.items() if k == name or k.startswith(prefix))

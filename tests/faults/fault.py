@@ -1,4 +1,4 @@
-"""What a fault is: its name, how often it is injected, what must count it."""
+"""A fault: its name, its frequency, and the counter that must count it."""
 
 from __future__ import annotations
 

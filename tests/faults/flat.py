@@ -1,8 +1,8 @@
-"""Whether a process stays as it is: the criterion of the soak.
+"""Whether figures of a process stay flat: the criterion of the soak.
 
-The first quarter of the minutes is warming up. Of the rest, the median of the last
-third is compared with the median of the first third, figure by figure. Figures of a
-process that was started again begin with the minute after its start.
+The first quarter of the minutes is warm-up. Of the remaining ones, the median of the
+last third is compared with the median of the first third, figure by figure. Figures of
+a restarted process begin with the minute after its start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Minute = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How much a figure may grow: by a share of itself and by an amount beside it."""
+    """Permitted growth of a figure: a share of itself plus an amount."""
 
     share: float
     amount: float
@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 def bound_of(name: str) -> Bound | None:
-    """The bound of a figure; None if it may be anything."""
+    """Return the bound of a figure; None if it is unbounded."""
     return next((b for part, b in BOUNDS.items() if part in name), None)
 
 
@@ -62,8 +62,8 @@ class Growth:
 
 
 def growth(minutes: Sequence[Minute]) -> dict[str, Growth]:
-    """Growth of every bounded figure; without those of a run that was too short."""
-    found = {}
+    """Return the growth of every bounded figure; of a long enough run only."""
+    quantities = {}
     for name in minutes[-1] if minutes else ():
         bound, values = bound_of(name), _warm(minutes, name)
         third = len(values) // 3
@@ -73,12 +73,12 @@ def growth(minutes: Sequence[Minute]) -> dict[str, Growth]:
         line = statistics.linear_regression(range(len(values)), values)
         limit = round(first * (1 + bound.share) + bound.amount, 1)
         slope = round(60 * line.slope, 2)
-        found[name] = Growth(first, last, limit, slope, len(values))
-    return found
+        quantities[name] = Growth(first, last, limit, slope, len(values))
+    return quantities
 
 
 def _warm(minutes: Sequence[Minute], name: str) -> list[float]:
-    """A figure in the minutes that count; empty where it is missing in one."""
+    """Return a figure in the evaluated minutes; empty if one has none."""
     process = name.partition("_")[0] + "_started"
     again = [n for n, minute in enumerate(minutes, 1) if minute.get(process)]
     own = minutes[max(again, default=0) :]
@@ -87,13 +87,13 @@ def _warm(minutes: Sequence[Minute], name: str) -> list[float]:
 
 
 def grown(minutes: Sequence[Minute]) -> list[str]:
-    """Sentences about figures that grew beyond their bounds; empty if all is flat."""
-    found = [
+    """Return messages about figures that exceed their bounds; empty if flat."""
+    growing = [
         f"{name} grew from {one.first:g} to {one.last:g}"
         for name, one in growth(minutes).items()
         if one.last > one.limit
     ]
     for number, minute in enumerate(minutes):
         if not minute["swaps"]:
-            found.append(f"no swap in minute {number + 1}")
-    return found
+            growing.append(f"no swap in minute {number + 1}")
+    return growing

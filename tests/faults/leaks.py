@@ -1,4 +1,4 @@
-"""What a process must not gather: memory, file descriptors, segments."""
+"""Resources that a process must not accumulate: memory, descriptors, segments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MORE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process.
+    """Resources of one process.
 
     Attributes:
         rss_mib: Resident memory that is no shared segment (MiB).
@@ -30,7 +30,7 @@ class Usage:
 
 
 def usage_of(process: psutil.Process) -> Usage | None:
-    """What a process holds; None if it is gone."""
+    """Return the resources of a process; None if it is gone."""
     try:
         memory = process.memory_info()
         return Usage(round((memory.rss - memory.shared) / 2**20, 1), process.num_fds())
@@ -39,7 +39,7 @@ def usage_of(process: psutil.Process) -> Usage | None:
 
 
 class LeakWatch:
-    """Compares every process with what it held at the end of its first minutes.
+    """Compares every process with its resources after its first minutes.
 
     Before that it fills buffers of a fixed size, and kernels get their workspaces.
 
@@ -51,11 +51,11 @@ class LeakWatch:
         self._warm_s = warm_s
         self._first: dict[tuple[int, float], Usage] = {}
 
-    def look(self, role: str, process: psutil.Process) -> str:
-        """Look at a process.
+    def check(self, role: str, process: psutil.Process) -> str:
+        """Check a process.
 
         Returns:
-            What has grown too much; empty if nothing.
+            The figures that have grown too much; empty if none.
         """
         now = usage_of(process)
         if now is None:
@@ -72,5 +72,5 @@ class LeakWatch:
 
 
 def left_behind(made: Set[str], in_use: Set[str]) -> list[str]:
-    """Segments that nobody uses any more and that are still there."""
+    """Return segments that still exist without a user."""
     return sorted(n for n in made - in_use if n and (Path(SHM_DIR) / n).exists())

@@ -1,7 +1,7 @@
-"""Clients that never stop, and the judgement of every answer they get.
+"""Clients in a loop, and checks of every answer.
 
-A request that the server accepted must end with the right tokens; one that it did not
-accept must have been refused with a reason. Anything else is a problem.
+An accepted request must end with the right tokens; a refused one must have a reason.
+Anything else is a problem.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HANG_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, as `bench.client.send` wants it."""
+    """One request, in the form of `bench.client.send`."""
 
     index: int
     prompt: tuple[int, ...]
@@ -36,7 +36,7 @@ class Ask:
 
     @property
     def max_tokens(self) -> int:
-        """Output tokens wanted."""
+        """Requested output tokens."""
         return len(self.right)
 
 
@@ -53,10 +53,10 @@ class Load:
     Attributes:
         url: Of the server; None while there is none.
         right: Answers that were complete and right.
-        excused: Requests that a killed server did not answer, by what it said instead.
+        excused: Requests that a killed server did not answer, by their error.
         clients: Requests at a time.
         extra: Further keys of the clients' requests.
-        problems: Sentences about wrong answers; whoever reads them takes them out.
+        problems: Messages about wrong answers since they were last taken.
         latencies: End (seconds, monotonic clock) and duration (s) of right answers.
     """
 
@@ -81,7 +81,7 @@ class Load:
         self.latencies: list[tuple[float, float]] = []
 
     def ask(self, tokens: tuple[int, int] | None = None) -> Ask:
-        """A request with a known answer.
+        """Return a request with a known answer.
 
         Args:
             tokens: Fewest and most output tokens; prompts without a clear answer of
@@ -95,10 +95,10 @@ class Load:
         return Ask(self._number, known.prompt, known.output[:count])
 
     async def request(self, ask: Ask, extra: dict[str, object] | None = None) -> str:
-        """Send one request and judge the answer.
+        """Send one request and check the answer.
 
         Returns:
-            What was wrong with it; empty if it was complete and right.
+            Its error; empty if it was complete and right.
         """
         url = self.url
         if url is None:
@@ -124,16 +124,16 @@ class Load:
         return wrong
 
     async def run(self) -> None:
-        """Keep the clients busy until cancelled."""
+        """Run the clients until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self.clients):
                 group.create_task(self._client())
 
     async def settle(self) -> str:
-        """Wait until what is in flight has ended and a later request was right.
+        """Wait for the requests in flight, then for a later right answer.
 
         Returns:
-            What did not happen; empty if all did.
+            The missing event; empty if none.
         """
         began, right, number = time.monotonic(), self.right, self._number
         while time.monotonic() - began < HANG_S + 5:
@@ -145,9 +145,9 @@ class Load:
         return f"no request was right in {HANG_S:.0f} s"
 
     def take_problems(self) -> list[str]:
-        """The problems since the last call."""
-        found, self.problems = self.problems, []
-        return found
+        """Return the problems since the last call."""
+        problems, self.problems = self.problems, []
+        return problems
 
     async def _client(self) -> None:
         while True:
@@ -161,7 +161,7 @@ class Load:
 
 
 def judged(ask: Ask, result: RequestResult) -> str:
-    """What is wrong with an answer; empty if nothing."""
+    """Return the error of an answer; empty if none."""
     if result.error is not None:
         return result.error
     got = tuple(result.token_ids)

@@ -1,7 +1,7 @@
-"""What an operator does to a run under load: commands, kills, a cleaned directory.
+"""Operations under load: commands, kills, a cleaned run directory.
 
-Each event returns when its effect was seen in the counters; :func:`plan_events` says
-which event belongs to which minute.
+Each event returns when the counters show its effect; :func:`plan_events` assigns events
+to minutes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import shutil
 import subprocess  # noqa: S404 - runs our own commands
 from collections.abc import Awaitable, Callable
 
+from .bad_drafts import ROLLBACKS, VERSION
 from .counters import total
-from .heads import ROLLBACKS, VERSION
 from .memory import ROWS, rows_flow, settled
 from .processes import kill_trainer
 from .requests import abort_requests
@@ -26,13 +26,13 @@ COMMAND_S = 120.0
 Event = Callable[[Scene, random.Random], Awaitable[None]]
 
 
-async def command(scene: Scene, *words: str) -> str:
-    """Run `vllm-tide` on the run directory; its output.
+async def command(scene: Scene, *args: str) -> str:
+    """Run `vllm-tide` on the run directory and return its output.
 
     Raises:
         NotRecovered: Its exit status is not 0.
     """
-    argv = [str(scene.places.venv / "bin" / "vllm-tide"), *words]
+    argv = [str(scene.places.venv / "bin" / "vllm-tide"), *args]
     argv += ["--run-dir", str(scene.run_dir)]
     done = await asyncio.to_thread(
         subprocess.run,
@@ -45,20 +45,20 @@ async def command(scene: Scene, *words: str) -> str:
         check=False,
     )
     if done.returncode:
-        said = done.stdout.strip()
-        raise NotRecovered(f"{' '.join(words)}: status {done.returncode}: {said}")
+        output = done.stdout.strip()
+        raise NotRecovered(f"{' '.join(args)}: status {done.returncode}: {output}")
     return str(done.stdout)
 
 
 async def _no_rows(scene: Scene) -> None:
-    """Wait for what is in flight, then see that later requests bring no row."""
+    """Wait for requests in flight, then check that later ones bring no row."""
     rows = await settled(scene, ROWS)
     if await settled(scene, ROWS) != rows:
         raise NotRecovered("rows were captured after the switch")
 
 
 async def switch_capture(scene: Scene, rng: random.Random) -> None:
-    """`capture off`, then `capture on`."""
+    """Run `capture off`, then `capture on`."""
     await command(scene, "capture", "off")
     await asyncio.sleep(2)  # the engines follow within a second
     await _no_rows(scene)
@@ -67,7 +67,7 @@ async def switch_capture(scene: Scene, rng: random.Random) -> None:
 
 
 async def pause(scene: Scene, rng: random.Random) -> None:
-    """`pause`, then `resume`."""
+    """Run `pause`, then `resume`."""
     await command(scene, "pause")
     await asyncio.sleep(2)
     await _no_rows(scene)
@@ -76,25 +76,25 @@ async def pause(scene: Scene, rng: random.Random) -> None:
 
 
 async def purge_all(scene: Scene, rng: random.Random) -> None:
-    """`purge --all`."""
+    """Run `purge --all`."""
     await command(scene, "purge", "--all")
     await rows_flow(scene)
 
 
 async def purge_tenant(scene: Scene, rng: random.Random) -> None:
-    """`purge --tenant`."""
+    """Run `purge --tenant`."""
     await command(scene, "purge", "--tenant", TENANT)
     await rows_flow(scene)
 
 
 async def roll_back(scene: Scene, rng: random.Random) -> None:
-    """`rollback` of a bad head, unless the canary went back before it."""
+    """Run `rollback` of a bad draft, unless the canary rolled back before."""
     async with scene.ordering:
         await scene.until("carried out orders", lambda _: not _orders(scene))
         before = await scene.reading()
         order(scene.run_dir, "permuted", rng.getrandbits(30))
         await scene.until(
-            "a bad head",
+            "a bad draft",
             lambda r: not _orders(scene) and r.get(VERSION, 0) > before.get(VERSION, 0),
         )
         try:
@@ -104,8 +104,8 @@ async def roll_back(scene: Scene, rng: random.Random) -> None:
                 return
             raise
         number = re.search(r"served as version (\d+)", answer)
-        wanted = int(number[1]) if number else 1 << 62
-        await scene.until("the head before", lambda r: r.get(VERSION, 0) >= wanted)
+        version = int(number[1]) if number else 1 << 62
+        await scene.until("the previous draft", lambda r: r.get(VERSION, 0) >= version)
 
 
 def _orders(scene: Scene) -> bool:
@@ -114,7 +114,7 @@ def _orders(scene: Scene) -> bool:
 
 
 async def clean_run_dir(scene: Scene, rng: random.Random) -> None:
-    """Remove all that is in the run directory, but what stands for the user's home."""
+    """Remove everything in the run directory but the replacement of the home."""
     for path in scene.run_dir.iterdir():
         if path.is_dir():
             if path.name != "state":
@@ -137,10 +137,10 @@ COMMANDS: tuple[Event, ...] = (
 
 
 def plan_events(minutes: int) -> list[list[Event]]:
-    """Events of each minute: aborts and a command, two kills, one cleaning.
+    """Plan the events of each minute: aborts and a command, two kills, one cleaning.
 
-    The last third of a run has commands and aborts alone: what is judged then has the
-    age of the run.
+    The last third of a run has commands and aborts alone: processes in the compared
+    minutes then have the age of the run.
     """
     plan: list[list[Event]] = [
         [abort_requests, COMMANDS[n % len(COMMANDS)]] for n in range(minutes)

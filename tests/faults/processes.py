@@ -9,8 +9,8 @@ import signal
 
 import psutil  # type: ignore[import-untyped]  # no stubs needed for this
 
-from vllm_tide.transport.ring import Word
-from vllm_tide.transport.shm import LINE_BYTES, WORDS_AT
+from vllm_tide.transport.ring import Atomic
+from vllm_tide.transport.shm import ATOMICS_AT, LINE_BYTES
 
 from .counters import Reading
 from .fault import Fault
@@ -20,14 +20,14 @@ from .trainer import AGAIN, order
 
 FAILED_WRITES = "trainer:failed_writes"
 GENERATED = "vllm:generation_tokens_total"
-ON_THEIR_WAY_S = 0.2
-"""Time (s) for the API server to count what the engine sent before it stood still."""
+IN_FLIGHT_S = 0.2
+"""Time (s) for the API server to count what the engine sent before it was suspended."""
 GONE_S = 120.0
-"""A server whose engine was killed has to end by itself in this time (s)."""
+"""After its engine was killed, a server has to end by itself in this time (s)."""
 
 
 async def kill_trainer(scene: Scene, rng: random.Random) -> None:
-    """SIGKILL the trainer, wherever it is; start another."""
+    """SIGKILL the trainer and start another one."""
     scene.struck()
     scene.kill_trainer()
     await scene.until("the loss of the trainer", lambda r: r.get(TRAINER_ALIVE) == 0)
@@ -36,16 +36,18 @@ async def kill_trainer(scene: Scene, rng: random.Random) -> None:
 
 
 async def stop_heartbeat(scene: Scene, rng: random.Random) -> None:
-    """The trainer hangs and its heartbeat grows old; later it goes on.
+    """Suspend the trainer until its heartbeat is old, then continue it.
 
-    Its last beat is set to the boot of the machine, so that nobody waits ten seconds.
+    Its last beat is set to the boot of the machine, which saves a wait of ten seconds.
     """
     trainer, ring = scene.trainer, scene.manifest().ring
     scene.struck()
     trainer.send_signal(signal.SIGSTOP)
     try:
         poke(
-            ring, WORDS_AT + Word.CONSUMER_BEAT * LINE_BYTES, (1).to_bytes(8, "little")
+            ring,
+            ATOMICS_AT + Atomic.CONSUMER_BEAT * LINE_BYTES,
+            (1).to_bytes(8, "little"),
         )
         await scene.until("a stale heartbeat", lambda r: r.get(TRAINER_ALIVE) == 0)
     finally:
@@ -54,10 +56,10 @@ async def stop_heartbeat(scene: Scene, rng: random.Random) -> None:
 
 
 async def hang_engine(scene: Scene, rng: random.Random) -> None:
-    """The engine stands still for up to a second, which is seen from outside.
+    """Suspend the engine for up to a second; check it from outside.
 
-    Tokens come before it and after it. In it none does, once those are counted that
-    were on their way.
+    Tokens come before and after it. None comes during it, once those in flight are
+    counted.
     """
     engine = scene.engine()
     before = await scene.reading()
@@ -65,7 +67,7 @@ async def hang_engine(scene: Scene, rng: random.Random) -> None:
     scene.struck()
     engine.send_signal(signal.SIGSTOP)
     try:
-        await asyncio.sleep(ON_THEIR_WAY_S)
+        await asyncio.sleep(IN_FLIGHT_S)
         still = await scene.reading()
         await asyncio.sleep(rng.uniform(0.1, 1.0))
         later = await scene.reading()
@@ -84,8 +86,9 @@ async def _tokens_come(scene: Scene, after: Reading) -> None:
 async def kill_server(scene: Scene, rng: random.Random) -> None:
     """SIGKILL the engine, or all of the server at once; start another one.
 
-    Of the API server alone nothing is said: vLLM's engine does not notice its death and
-    serves nobody for ever; service managers and containers end the whole group.
+    A kill of the API server alone is not tested: vLLM's engine does not notice its
+    death and runs on without clients; service managers and containers end the whole
+    group.
     """
     server, load = scene.server, scene.load
     family = [p for some in server.processes().values() for p in some]
@@ -108,15 +111,15 @@ async def kill_server(scene: Scene, rng: random.Random) -> None:
 
 
 async def fill_disk(scene: Scene, rng: random.Random) -> None:
-    """The trainer's writes fail, some after a few bytes; then there is room again.
+    """Let the trainer's writes fail, some after a few bytes; then permit them again.
 
-    As a limit on its files (RLIMIT_FSIZE): that needs no rights and hurts nobody else.
-    A write over it fails in the middle, as one on a full disk does.
+    As a limit on its files (RLIMIT_FSIZE): it needs no rights and affects no other
+    process. A write beyond it fails in the middle, as one on a full disk does.
     """
     trainer = scene.trainer
     before = await scene.reading()
-    # The log of the live engine, which may not be there yet: those of servers that were
-    # killed may be longer, and room for one of them would be room for everything.
+    # The log of the live engine may not exist yet: those of killed servers may be
+    # longer, and space for one of them would be space for everything.
     log = scene.run_dir / f"events-{scene.manifest().engine_id}.jsonl"
     size = log.stat().st_size if log.exists() else 0
     scene.struck()
@@ -137,7 +140,7 @@ async def fill_disk(scene: Scene, rng: random.Random) -> None:
         "a counted write",
         lambda r: r.get(FAILED_WRITES, 0) > before.get(FAILED_WRITES, 0),
     )
-    await scene.good_head()
+    await scene.good_draft()
 
 
 FAULTS = (

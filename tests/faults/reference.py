@@ -1,4 +1,4 @@
-"""Prompts with the output that is right, from the target without speculation.
+"""Prompts with the right output, from the target without speculation.
 
 Computed by Transformers in fp32. An output is cut where the two best tokens are so
 close that other kernels may swap them; so any difference in serving is a wrong token.
@@ -25,7 +25,7 @@ CLEAR_GAP = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A prompt and its greedy output, as far as that is beyond doubt."""
+    """A prompt and its greedy output up to the first near tie."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]

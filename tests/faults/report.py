@@ -13,7 +13,7 @@ from .suite import FAULTS, OK, Row
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Figures of each kind: how many, how many recovered, in what time (s)."""
+    """Return figures of each kind: number, recovered, recovery time (s)."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.kind].append(row)
@@ -32,18 +32,18 @@ def by_kind(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a Markdown table, one for each kind."""
+    """Return lines of a Markdown table, one for each kind."""
     lines = [
         "| fault | recovered | recovery p50 / max (s) | counted by |",
         "| --- | --- | --- | --- |",
     ]
-    for kind, found in kinds.items():
-        counter = f"`{found['counter']}`"
-        if not found["counter"]:
-            counter = f"nothing: {found['uncounted']}"
+    for kind, rows in kinds.items():
+        counter = f"`{rows['counter']}`"
+        if not rows["counter"]:
+            counter = f"nothing: {rows['uncounted']}"
         lines.append(
-            f"| `{kind}` | {found['ok']} of {found['count']} | "
-            f"{found['recovery_s_p50']:.1f} / {found['recovery_s_max']:.1f} | "
+            f"| `{kind}` | {rows['ok']} of {rows['count']} | "
+            f"{rows['recovery_s_p50']:.1f} / {rows['recovery_s_max']:.1f} | "
             f"{counter} |"
         )
     return lines
@@ -56,7 +56,7 @@ def write(
     rows: Sequence[Mapping[str, object]],
 ) -> None:
     """Write a document and its rows, one a line, under a name."""
-    head = json.dumps(document, indent=1)[:-2]
+    text = json.dumps(document, indent=1)[:-2]
     body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n "{name}": [\n{body}\n ]\n}}\n', encoding="utf-8")
+    path.write_text(f'{text},\n "{name}": [\n{body}\n ]\n}}\n', encoding="utf-8")

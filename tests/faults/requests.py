@@ -1,4 +1,4 @@
-"""Requests that are malformed, given up, or too many for the KV cache."""
+"""Requests that are malformed, aborted, or too many for the KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOON_S = 0.1
 PREEMPTED = "vllm:num_preemptions_total"
 UNREADABLE = "vllm_tide:dropped_rows_total{malformed_opt_out}"
 
-# Accepted by vLLM and not readable for us: the request is served, nothing captured.
+# Valid for vLLM but not for us: the request is served, nothing is captured.
 _ODD: tuple[Any, ...] = (
     {"tide_capture": "perhaps"},
     {"tide_capture": 2},
@@ -50,19 +50,19 @@ _WILD: tuple[Any, ...] = (
 
 
 async def malformed_xargs(scene: Scene, rng: random.Random) -> None:
-    """Odd and impossible values in `vllm_xargs`."""
+    """Send unusual and invalid values in `vllm_xargs`."""
     before = total(await scene.reading(), UNREADABLE)
     scene.struck()
     sent = [rng.choice(_ODD[:4]), rng.choice(_ODD), *rng.sample(_WILD, 3)]
-    said = await asyncio.gather(*(_send(scene, value) for value in sent))
-    for value, wrong in zip(sent, said, strict=True):
+    replies = await asyncio.gather(*(_send(scene, value) for value in sent))
+    for value, wrong in zip(sent, replies, strict=True):
         if wrong:
             raise NotRecovered(f"vllm_xargs {json.dumps(value)[:60]}: {wrong}")
     await scene.until("a count", lambda r: total(r, UNREADABLE) > before)
 
 
 async def _send(scene: Scene, value: Any) -> str:
-    """What was wrong with the answer: neither right nor a refusal with a reason."""
+    """Return the error of an answer that is neither right nor refused with a reason."""
     ask = scene.load.ask()
     wrong = await scene.load.request(ask, {"vllm_xargs": value})
     refused = wrong.startswith("HTTP 4") and '"message"' in wrong
@@ -72,7 +72,7 @@ async def _send(scene: Scene, value: Any) -> str:
 
 
 async def abort_requests(scene: Scene, rng: random.Random) -> None:
-    """Clients that hang up: before the first token, or after some."""
+    """Abort requests: before the first token, or after some."""
     scene.struck()
     waits = [_SOON_S, *(rng.uniform(0.0, 0.3) for _ in range(rng.randint(0, 4)))]
     await asyncio.gather(*(_hang_up(scene, wait) for wait in waits))
@@ -83,7 +83,7 @@ async def abort_requests(scene: Scene, rng: random.Random) -> None:
 
 
 async def _hang_up(scene: Scene, after_s: float) -> None:
-    """Send a long request and hang up: soon, or a while after its first token."""
+    """Send a long request and disconnect: soon, or a while after its first token."""
     ask = scene.load.ask((96, 160))
     url = f"{scene.load.url}/v1/completions"
     soon = after_s < _SOON_S
@@ -103,13 +103,13 @@ async def _hang_up(scene: Scene, after_s: float) -> None:
 
 
 async def exhaust_kv(scene: Scene, rng: random.Random) -> None:
-    """More long requests than the KV cache holds: some are preempted, all end right."""
+    """Send more long requests than the KV cache holds: some are preempted."""
     before = total(await scene.reading(), PREEMPTED)
     scene.struck()
     for _ in range(4):
         asks = [scene.load.ask((120, 170)) for _ in range(MAX_SEQS + 4)]
-        said = await asyncio.gather(*(scene.load.request(ask) for ask in asks))
-        for wrong in filter(None, said):
+        replies = await asyncio.gather(*(scene.load.request(ask) for ask in asks))
+        for wrong in filter(None, replies):
             raise NotRecovered(wrong)
         if total(await scene.reading(), PREEMPTED) > before:
             return

@@ -45,7 +45,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class NotRecovered(Exception):  # noqa: N818 - an outcome, not a fault of ours
-    """What was waited for did not come."""
+    """A condition was not met in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Places:
 def tide_section(
     run_dir: Path, cpus: tuple[int, ...], knobs: Knobs = _NONE
 ) -> dict[str, Any]:
-    """The `tide` section: a small ring, short cycles, trials that end soon; `knobs`."""
+    """Return a `tide` section: small ring, short cycles, short canaries; `knobs`."""
     section: dict[str, Any] = {
         "run_dir": str(run_dir),
         "capture": {"ring_mib": 2},
         "train": {
-            "autostart": False,  # the scene starts one that plants spoilt heads
+            "autostart": False,  # the scene starts one that plants bad drafts
             "cpus": list(cpus),
             "min_new_tokens": 2048,
             "steps_per_cycle": 3,
@@ -91,20 +91,20 @@ def tide_section(
 
 
 class Scene:
-    """Starts, watches and hurts one server and one trainer.
+    """Starts, watches and damages one server and one trainer.
 
     Args:
         places: Folders.
         session: For metrics.
-        load: Told of the server's address.
-        knobs: Of the `tide` section, by its parts, beside those here.
-        env: Of the server, beside our own.
+        load: Gets the server's address.
+        knobs: Of the `tide` section, by its parts, in addition to those here.
+        env: Of the server, in addition to our own.
         kv_bytes: Size of the KV cache (bytes).
 
     Attributes:
         engine_cpus: Cores of the engine; everything else has `other_cpus`.
         segments: Every segment that this scene's processes have made.
-        ordering: Held by who gives the trainer orders.
+        ordering: Lock for orders to the trainer.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Scene:
 
     @property
     def server(self) -> VllmServer:
-        """The running server.
+        """Return the running server.
 
         Raises:
             NotRecovered: There is none.
@@ -140,11 +140,11 @@ class Scene:
 
     @property
     def run_dir(self) -> Path:
-        """Where server and trainer meet."""
+        """Return the run directory of server and trainer."""
         return self.places.run_dir
 
     def struck(self) -> None:
-        """The fault happens now: recovery is timed from here."""
+        """Start the recovery time now."""
         self.struck_at = time.monotonic()
 
     async def start_server(self) -> None:
@@ -192,8 +192,8 @@ class Scene:
             "tests.faults.trainer",
         ]
         command += ["--wait", "--run-dir", str(places.run_dir)]
-        # Without this the trainer was seen to begin with the affinity {0}, the core of
-        # the engine, and to starve there. How this thread came to that is not known.
+        # Without this the trainer was seen to start with the affinity {0}, the core
+        # of the engine, and to starve there. Why this thread has it is unknown.
         os.sched_setaffinity(0, self.other_cpus)
         with log.open("ab") as out:
             self._trainer = subprocess.Popen(  # noqa: S603 - our own command
@@ -207,7 +207,7 @@ class Scene:
 
     @property
     def trainer(self) -> psutil.Process:
-        """The trainer's process."""
+        """Return the trainer's process."""
         if self._trainer is None or self._trainer.poll() is not None:
             raise NotRecovered("the trainer died")
         return psutil.Process(self._trainer.pid)
@@ -222,29 +222,29 @@ class Scene:
             self._trainer = None
 
     def engine(self) -> psutil.Process:
-        """The process that runs the model."""
+        """Return the process that runs the model."""
         return psutil.Process(self.manifest().pid)
 
     def manifest(self) -> EngineManifest:
-        """What the engine announced.
+        """Return the engine's manifest.
 
         Raises:
             NotRecovered: No engine is announced.
         """
-        found = read_manifests(self.run_dir)
-        if not found:
+        result = read_manifests(self.run_dir)
+        if not result:
             raise NotRecovered("no engine is announced in the run directory")
-        return found[-1]
+        return result[-1]
 
     def note_segments(self) -> None:
-        """Remember the segments of this run, to see later that they are gone."""
+        """Record the segments of this run, to check later that they are gone."""
         pids = [p.pid for some in self.server.processes().values() for p in some]
         if self._trainer is not None:
             pids.append(self._trainer.pid)
         self.segments.note(pids)
 
     async def stop(self) -> bool:
-        """Stop everything; whether the server went without force."""
+        """Stop everything; return whether the server ended without force."""
         self.load.url = None
         clean = True
         if self._server is not None:
@@ -260,22 +260,22 @@ class Scene:
         return clean
 
     async def reading(self) -> Reading:
-        """Everything that counts; without a server its metrics are absent."""
-        found = read_status(self.run_dir)
+        """Return every counter; without a server its metrics are absent."""
+        result = read_status(self.run_dir)
         if self.load.url is None:
-            return found
+            return result
         for manifest in read_manifests(self.run_dir)[-1:]:
             ring = peek_ring(manifest.ring)
             if ring is not None:
-                found["ring:corrupt_records"] = float(ring.corrupt_records)
-                found["ring:used_bytes"] = float(ring.used_bytes)
+                result["ring:corrupt_records"] = float(ring.corrupt_records)
+                result["ring:used_bytes"] = float(ring.used_bytes)
         timeout = aiohttp.ClientTimeout(total=20)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.get(
                 self.load.url + "/metrics", timeout=timeout
             ) as response:
-                found |= read_metrics(await response.text())
-        return found
+                result |= read_metrics(await response.text())
+        return result
 
     async def until(
         self, what: str, check: Callable[[Reading], bool], timeout_s: float = 120.0
@@ -305,13 +305,13 @@ class Scene:
         """Wait until a trainer reads the ring."""
         await self.until("a trainer", lambda r: r.get(TRAINER_ALIVE) == 1, START_S)
 
-    async def good_head(self) -> None:
-        """Order the good head once more, and wait until the engine serves it."""
+    async def good_draft(self) -> None:
+        """Order the good draft again, and wait until the engine serves it."""
         swaps = (await self.reading()).get("vllm_tide:swaps_total", 0)
         path = order(self.run_dir, "again", 0)
         try:
             await self.until(
-                "a good head",
+                "a good draft",
                 lambda r: (
                     not path.exists() and r.get("vllm_tide:swaps_total", 0) > swaps
                 ),
@@ -324,7 +324,7 @@ class Scene:
 async def serving(
     places: Places, load: Callable[[aiohttp.ClientSession], Load], **scene: Any
 ) -> AsyncIterator[Scene]:
-    """A server under load whose ring a trainer reads; `scene` goes to `Scene`.
+    """Run a server under load and its trainer; `scene` goes to `Scene`.
 
     Raises:
         ServerError: The server does not start.

@@ -1,7 +1,7 @@
 """The shared memory of one run.
 
-No segment names its run, but each names its owner: what a process of the run made is
-the run's, announced or not, also when that process is gone.
+A segment does not name its run, but it names its owner: the segments of a run's
+processes are the run's, announced or not, also after those processes ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_tide.transport.process import start_time
-from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, looked_at
+from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, open_readonly
 
 
 class RunSegments:
@@ -23,34 +23,34 @@ class RunSegments:
         self._makers: set[tuple[int, int]] = set()
 
     def note(self, pids: Iterable[int]) -> None:
-        """Look for segments.
+        """Add segments.
 
         Args:
             pids: Of the run's living processes; those of earlier looks count on.
         """
         for pid in pids:
             start = start_time(pid)
-            if start is not None:  # a pid alone is given out again
+            if start is not None:  # a pid alone is reused
                 self._makers.add((pid, start))
         for name in os.listdir(SHM_DIR):
             if not name.startswith(NAME_PREFIX) or name in self._made:
                 continue
-            with contextlib.suppress(OSError), looked_at(name) as (_, header):
+            with contextlib.suppress(OSError), open_readonly(name) as (_, header):
                 owner = header.owner if header is not None else None
                 if owner is not None and (owner.pid, owner.start) in self._makers:
                     self._made.add(name)
 
     @property
     def made(self) -> frozenset[str]:
-        """Names of all of them, those that are gone included."""
+        """Return the names of all of them, those that are gone included."""
         return frozenset(self._made)
 
     def num_bytes(self) -> int:
-        """Size of those that are there (bytes)."""
-        found = 0
+        """Return the size of the existing ones (bytes)."""
+        total = 0
         for name in self._made:
             try:
-                found += (Path(SHM_DIR) / name).stat().st_size
+                total += (Path(SHM_DIR) / name).stat().st_size
             except FileNotFoundError:
                 continue
-        return found
+        return total

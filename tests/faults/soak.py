@@ -1,9 +1,9 @@
 """Steady load with a swap every few seconds: `python -m tests.faults.soak`.
 
 The same scene as the faults' without the faults: server, trainer, known outputs. Each
-minute it looks at memory, file descriptors, shared memory and latency; whether they are
+minute it reads memory, file descriptors, shared memory and latency; whether they are
 flat is decided in `flat.py`. With `--everything` each minute has events of
-`operating.py`, and latency is written down but not judged.
+`operating.py`, and latency is reported but not checked.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ async def soak(
     on_minute: Callable[[dict[str, float]], None],
     events: Counter[str],
 ) -> list[str]:
-    """Run the load; what went wrong.
+    """Run the load and return what went wrong.
 
     Args:
         places: Folders.
         known: What is asked.
         args: Of the command line.
-        on_minute: Told of each minute's figures.
+        on_minute: Called with each minute's figures.
         events: Counts the events that had their effect, by name.
 
     Raises:
@@ -109,7 +109,7 @@ async def soak(
 
 
 async def _swap(scene: Scene, period_s: float) -> None:
-    """Publish the good head again and again; an engine installs it as any other."""
+    """Publish the good draft again and again; an engine installs it as any other."""
     while True:
         async with scene.ordering:
             order(scene.run_dir, AGAIN, 0)
@@ -119,7 +119,7 @@ async def _swap(scene: Scene, period_s: float) -> None:
 async def _events(
     scene: Scene, some: Sequence[Event], rng: random.Random, done: Counter[str]
 ) -> list[str]:
-    """Run a minute's events; sentences about those without their effect."""
+    """Run a minute's events; return messages about those without their effect."""
     problems = []
     for event in some:
         try:
@@ -132,7 +132,7 @@ async def _events(
 
 
 async def _minute(scene: Scene, events: asyncio.Task[list[str]]) -> dict[str, float]:
-    """Figures of a minute, which is longer where its events are."""
+    """Return figures of a minute, which is longer if its events are."""
     load = scene.load
     began, right = time.monotonic(), load.right
     trainer = scene.trainer.pid  # before the events begin
@@ -142,23 +142,23 @@ async def _minute(scene: Scene, events: asyncio.Task[list[str]]) -> dict[str, fl
     await asyncio.wait([events])
     after = await scene.reading()
     roles = scene.server.processes() | {"trainer": [scene.trainer]}
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for role, some in roles.items():
         used = [usage for usage in map(usage_of, some) if usage is not None]
-        found[f"{role}_rss_mib"] = round(sum(u.rss_mib for u in used), 1)
-        found[f"{role}_fds"] = sum(u.fds for u in used)
+        figures[f"{role}_rss_mib"] = round(sum(u.rss_mib for u in used), 1)
+        figures[f"{role}_fds"] = sum(u.fds for u in used)
     scene.note_segments()
-    found["shm_bytes"] = scene.segments.num_bytes()
+    figures["shm_bytes"] = scene.segments.num_bytes()
     for figure, name in COUNTERS.items():
-        found[figure] = after.get(name, 0) - before.get(name, 0)
-    found["right"] = load.right - right
-    found["faults"] = total(after, FAULTS)
-    found["trainer_started"] = int(scene.trainer.pid != trainer)
-    return found | latencies(load.latencies)
+        figures[figure] = after.get(name, 0) - before.get(name, 0)
+    figures["right"] = load.right - right
+    figures["faults"] = total(after, FAULTS)
+    figures["trainer_started"] = int(scene.trainer.pid != trainer)
+    return figures | latencies(load.latencies)
 
 
 def latencies(ended: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Percentiles of request latency (ms); empty where nothing ended."""
+    """Return percentiles of request latency (ms); empty if none ended."""
     if len(ended) < 2:
         return {}
     cuts = statistics.quantiles([s for _, s in ended], n=100, method="inclusive")
@@ -168,7 +168,7 @@ def latencies(ended: Sequence[tuple[float, float]]) -> dict[str, float]:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scripts/soak.sh",
-        description="Serves a steady load with swaps and says whether all stays flat.",
+        description="Serves a steady load with swaps; checks that figures stay flat.",
         epilog=f"Flat means: {CRITERION}. Exit status: 0 flat, 1 not, 2 not run.",
     )
     p.add_argument("--minutes", type=int, default=30)
@@ -190,8 +190,8 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
 
     def on_minute(figures: dict[str, float]) -> None:
         minutes.append(figures)
-        said = ", ".join(f"{k} {v:g}" for k, v in figures.items())
-        say(f"minute {len(minutes)}/{args.minutes}: {said}")
+        text = ", ".join(f"{k} {v:g}" for k, v in figures.items())
+        say(f"minute {len(minutes)}/{args.minutes}: {text}")
         _write(args, minutes, ["cut off before its end"], events)  # if it is
 
     problems = asyncio.run(soak(places, known, args, on_minute, events))
@@ -216,7 +216,7 @@ def _run(args: argparse.Namespace, places: Places, known: Sequence[Known]) -> in
 
 
 def _judged(args: argparse.Namespace, minute: dict[str, float]) -> dict[str, float]:
-    """The figures that have to be flat."""
+    """Return the figures that have to be flat."""
     free = ("latency_ms",) if args.everything else ()
     return {k: v for k, v in minute.items() if not k.startswith(free)}
 
@@ -227,7 +227,7 @@ def _write(
     problems: list[str],
     events: Counter[str],
 ) -> None:
-    """Write the report, the minutes one a line."""
+    """Write the report, one minute a line."""
     if args.json is None:
         return
     document: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Injects faults one after another, at random times, and judges each."""
+"""Inject faults one after another, at random times, and check each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import aiohttp
 
 from bench.harness.common import ServerError
 
-from . import heads, memory, processes, requests
+from . import bad_drafts, memory, processes, requests
 from .counters import total
 from .fault import Fault
 from .leaks import LeakWatch, left_behind
@@ -23,7 +23,7 @@ from .scene import NotRecovered, Places, Scene, serving
 FAULTS: tuple[Fault, ...] = (
     *processes.FAULTS,
     *memory.FAULTS,
-    *heads.FAULTS,
+    *bad_drafts.FAULTS,
     *requests.FAULTS,
 )
 STRIKE_S = 900.0
@@ -51,9 +51,9 @@ class Row:
 
 
 def plan(count: int, seed: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]:
-    """The faults to inject: every kind once, as far as they go, then by weight.
+    """Return the faults to inject: every kind once, if so many, then by weight.
 
-    Of the first round the lasting ones are last: the last fault needs no restart.
+    The lasting kinds are the last of their first pass: the last needs no restart.
 
     Args:
         count: How many.
@@ -72,13 +72,13 @@ class Suite:
 
     Args:
         places: Folders.
-        known: What the load asks.
+        known: Prompts of the load and their outputs.
         seed: Of everything random.
 
     Attributes:
-        load: Its tallies.
+        load: Its counts.
         leaks: Of every process.
-        problems: What went wrong outside a fault.
+        problems: Errors outside a fault.
     """
 
     def __init__(self, places: Places, known: Sequence[Known], seed: int) -> None:
@@ -90,11 +90,11 @@ class Suite:
         self.problems: list[str] = []
 
     async def run(self, faults: Sequence[Fault], on_row: Callable[[Row], None]) -> None:
-        """Inject them all.
+        """Inject all of them.
 
         Args:
             faults: In this order.
-            on_row: Told of each outcome.
+            on_row: Called with each outcome.
 
         Raises:
             ServerError: A server does not start.
@@ -152,14 +152,14 @@ class Suite:
         scene.note_segments()
         manifest = scene.manifest()
         left = left_behind(scene.segments.made, {manifest.ring, manifest.weights})
-        found = [f"segments left behind: {', '.join(left)}"] if left else []
+        problems = [f"segments left behind: {', '.join(left)}"] if left else []
         for role, some in scene.server.processes().items():
-            found += [self.leaks.look(role, process) for process in some]
-        found.append(self.leaks.look("trainer", scene.trainer))
-        return "; ".join(filter(None, found))
+            problems += [self.leaks.check(role, process) for process in some]
+        problems.append(self.leaks.check("trainer", scene.trainer))
+        return "; ".join(filter(None, problems))
 
     async def _restart(self, scene: Scene) -> None:
-        """Start anew, so that the next fault is judged alone."""
+        """Restart, so that the next fault is checked alone."""
         if not await scene.stop():
             self.problems.append("the server or the trainer had to be killed")
         await scene.start_server()

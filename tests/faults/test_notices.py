@@ -1,4 +1,4 @@
-"""The suite and the soak notice harm, and what is well is well."""
+"""The suite and the soak detect damage, and pass without damage."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from vllm_tide.transport.shm import Segment
 
 
 @pytest.mark.parametrize(
-    ("tokens", "error", "said"),
+    ("tokens", "error", "message"),
     [
         ((1, 2, 3), None, ""),
         ((1, 9, 3), None, "wrong token: number 1 of 3 is 9"),
@@ -32,12 +32,12 @@ from vllm_tide.transport.shm import Segment
         ((), "HTTP 400: no", "HTTP 400: no"),
     ],
 )
-def test_only_the_right_tokens_are_right(tokens, error, said):
+def test_only_the_right_tokens_pass(tokens, error, message):
     result = RequestResult(1, "faults", 0.0, token_ids=list(tokens), error=error)
-    assert judged(Ask(1, (5, 6), (1, 2, 3)), result) == said
+    assert judged(Ask(1, (5, 6), (1, 2, 3)), result) == message
 
 
-def test_a_plan_has_every_kind_the_lasting_ones_late():
+def test_a_plan_has_every_kind_with_the_lasting_ones_late():
     kinds = [fault.kind for fault in FAULTS]
     assert len(set(kinds)) == len(kinds)
     long = plan(300, 7)
@@ -48,7 +48,7 @@ def test_a_plan_has_every_kind_the_lasting_ones_late():
 
 
 class Scene:
-    """A scene in which all is well, but for what a fault does to it."""
+    """A scene without problems but those of its fault."""
 
     starts: list[str] = []
 
@@ -89,7 +89,7 @@ class Scene:
 
 
 class Load:
-    """Right answers only, but for the problems that a fault puts here."""
+    """Right answers only, but for the problems that a fault adds."""
 
     def __init__(self, *_):
         self.problems = []
@@ -101,11 +101,11 @@ class Load:
         return ""
 
     def take_problems(self):
-        found, self.problems = self.problems, []
-        return found
+        problems, self.problems = self.problems, []
+        return problems
 
 
-def test_every_harm_is_in_its_row_and_the_server_is_started_anew(monkeypatch):
+def test_every_problem_is_in_its_row_and_the_server_is_restarted(monkeypatch):
     monkeypatch.setattr(scene, "Scene", Scene)
     monkeypatch.setattr(suite, "Load", Load)
     monkeypatch.setattr(suite, "WAIT_S", 0.0)
@@ -141,7 +141,7 @@ def test_every_harm_is_in_its_row_and_the_server_is_started_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("what", PASSED_ON)
-def test_a_spoilt_head_differs_in_what_it_says(what):
+def test_a_bad_draft_differs_in_its_tokens(what):
     good = {"fc.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)}
     bad = spoilt(good, what, 5)
     assert good["fc.weight"].shape == (4, 3) and len(good) == 2
@@ -155,15 +155,15 @@ def test_growth_is_a_leak_once_a_process_is_warm(monkeypatch):
     usage = Usage(100.0, 10)
     monkeypatch.setattr(leaks, "usage_of", lambda _: usage)
     watch, young, me = LeakWatch(warm_s=0.0), LeakWatch(warm_s=1e9), psutil.Process()
-    assert watch.look("engine", me) == young.look("engine", me) == ""
+    assert watch.check("engine", me) == young.check("engine", me) == ""
     usage = Usage(260.0, 10)
-    assert watch.look("engine", me) == "engine has 260.0 MiB, 100.0 at first"
+    assert watch.check("engine", me) == "engine has 260.0 MiB, 100.0 at first"
     usage = Usage(100.0, 80)
-    assert watch.look("engine", me) == "engine has 80 file descriptors, 10 at first"
-    assert young.look("engine", me) == ""
+    assert watch.check("engine", me) == "engine has 80 file descriptors, 10 at first"
+    assert young.check("engine", me) == ""
 
 
-def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
+def test_remaining_segments_of_the_run_are_reported(monkeypatch):
     run = RunSegments()
     segment = Segment.create("toy", b"VTIDETST", 1, {}, 4096)
     try:
@@ -179,7 +179,7 @@ def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "said"),
+    ("name", "values", "message"),
     [
         ("engine_rss_mib", lambda n: 100 if n < 3 else 300, None),  # warming up
         ("engine_rss_mib", lambda n: 300 + 6 * n, "engine_rss_mib grew from "),
@@ -189,24 +189,24 @@ def test_segments_of_the_run_that_stay_are_left_behind(monkeypatch):
         ("swaps", lambda n: n != 7, "no swap in minute 8"),
     ],
 )
-def test_a_soak_that_is_not_flat_says_what_grew(name, values, said):
+def test_a_soak_that_is_not_flat_names_what_grew(name, values, message):
     flat = {"engine_rss_mib": 300.0, "engine_fds": 40.0, "shm_bytes": 1e6}
     flat |= {"latency_ms_p95": 100.0, "swaps": 20.0}
-    found = grown([flat | {name: float(values(n))} for n in range(12)])
-    assert len(found) == (said is not None)
-    assert not found or found[0].startswith(said)
+    problems = grown([flat | {name: float(values(n))} for n in range(12)])
+    assert len(problems) == (message is not None)
+    assert not problems or problems[0].startswith(message)
 
 
-def test_a_process_that_was_started_again_is_compared_with_itself():
+def test_a_restarted_process_is_compared_with_itself():
     minutes = [
         {"trainer_fds": fds, "trainer_started": started, "api_fds": 30.0 + n / 4}
         for n, (fds, started) in enumerate(
             [*[(90.0, 0)] * 3, (90.0, 1), *[(8.0, 0)] * 8]
         )
     ]
-    found = growth(minutes)
-    assert (found["trainer_fds"].first, found["trainer_fds"].minutes) == (8.0, 6)
-    assert found["api_fds"].slope_per_hour == 15.0
+    problems = growth(minutes)
+    assert (problems["trainer_fds"].first, problems["trainer_fds"].minutes) == (8.0, 6)
+    assert problems["api_fds"].slope_per_hour == 15.0
     assert growth(minutes[:5]).keys() == {"api_fds"}  # its trainer is too young
 
 

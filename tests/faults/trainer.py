@@ -1,8 +1,8 @@
-"""The real trainer, which also publishes what it is told to.
+"""The real trainer, which also publishes ordered drafts.
 
 It trains, deploys and rolls back as `vllm-tide train` does. Between two cycles it
-carries out orders from the run directory: a head that is spoilt in some way is
-published as if a cycle had made it.
+executes orders from the run directory: a damaged draft is published as if a cycle had
+made it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.shm import TransportError
 
 PASSED_ON = ("shape", "names", "dtype", "norm")
-"""Spoilt so that no trainer of ours could make it: published as it is."""
+"""Damaged as by no trainer of ours: published as it is."""
 OFFERED = ("nan", "permuted")
-"""Offered as a candidate that passed the held-out gate: refusal or trial follows."""
+"""Offered as a candidate that passed the held-out gate: refusal or canary follows."""
 AGAIN = "again"
-"""The good head once more."""
+"""The good draft again."""
 SURENESS = {"whole": 1.0, "sure": 8.0, "unsure": 0.125}
-"""Passed on: the live head, and ones of the same best tokens whose logits are times so
-much. Like `SWAPPED` heads the trainer does not know that they are served."""
+"""Published past the deployment, like `SWAPPED`: the live draft with logits times this
+factor, which have the same best tokens."""
 SWAPPED = "swapped"
-"""Passed on: permuted."""
+"""Published past the deployment: permuted."""
 POISON = "poison"
-"""Nothing is published: the candidate in the trainer's memory becomes NaN."""
+"""Not published: the candidate in the trainer's memory becomes NaN."""
 
 
 def order(run_dir: Path, what: str, seed: int) -> Path:
-    """Order a head, atomically; the file is gone when the order was carried out."""
+    """Order a draft, atomically; its file is removed once the order was executed."""
     path = run_dir / f"order-{time.time_ns()}-{secrets.token_hex(2)}.json"
     staged = path.with_suffix(".new")
     staged.write_text(json.dumps({"what": what, "seed": seed}), encoding="utf-8")
@@ -50,7 +50,7 @@ def order(run_dir: Path, what: str, seed: int) -> Path:
 
 
 def spoilt(tensors: Master, what: str, seed: int) -> Master:
-    """A head that the engine must refuse, or that is not the one it should be.
+    """Return a draft that the engine must refuse, or another one than expected.
 
     Args:
         tensors: By the names of the served checkpoint.
@@ -77,17 +77,17 @@ def spoilt(tensors: Master, what: str, seed: int) -> Master:
 
 
 class OrderedSidecar(loop.Sidecar):
-    """A sidecar that carries out orders between two cycles."""
+    """A sidecar that executes orders between two cycles."""
 
     def _may_train(self) -> bool:
         for path in sorted(self._run_dir.glob("order-*.json")):
-            wanted = json.loads(path.read_text(encoding="utf-8"))
-            if self._carry_out(wanted["what"], wanted["seed"]):
+            request = json.loads(path.read_text(encoding="utf-8"))
+            if self._execute(request["what"], request["seed"]):
                 path.unlink()
         return super()._may_train()
 
-    def _carry_out(self, what: str, seed: int) -> bool:
-        """Whether it could be; if not, it is tried again."""
+    def _execute(self, what: str, seed: int) -> bool:
+        """Execute an order; return whether it succeeded, else it is retried."""
         trainer, deployment = self.trainer, self.deployment
         if what in OFFERED:
             return self._offer(what, seed)
@@ -96,7 +96,7 @@ class OrderedSidecar(loop.Sidecar):
             return True
         try:
             if what == AGAIN:
-                deployment.put_back(trainer.snapshot(), {"ordered": what})
+                deployment.republish(trainer.snapshot(), {"ordered": what})
             else:
                 live = trainer.candidate_tensors(trainer.snapshot())
                 self.feeds.publish(
@@ -128,7 +128,7 @@ class OrderedSidecar(loop.Sidecar):
 def main() -> int:
     """Run `vllm-tide train` with this sidecar."""
     canary.BACKOFF_CYCLES = 0  # no order waits for the one before
-    reservoir.HOLDOUT_TOKENS = trainer.HOLDOUT_TOKENS = 1024  # judged soon
+    reservoir.HOLDOUT_TOKENS = trainer.HOLDOUT_TOKENS = 1024  # decided soon
     setattr(loop, "Sidecar", OrderedSidecar)  # noqa: B010 - a class, to mypy a type
     return command(["train", *sys.argv[1:]])
 

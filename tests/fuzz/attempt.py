@@ -1,4 +1,4 @@
-"""One parser, one input: what comes of it, within limits of time and memory.
+"""One parser, one input: its outcome, within limits of time and memory.
 
 A parser may return or raise what it documents. Anything else is a finding: another
 exception, more memory than its bound, more processor time than it can need.
@@ -21,13 +21,13 @@ CPU_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Parser:
-    """Something that reads what another process wrote.
+    """A reader of bytes that another process wrote.
 
     Args:
         name: For the tables.
-        inputs: What it is given.
-        read: Gives it one input, and checks what comes back.
-        documented: What it may raise.
+        inputs: Strategy of its inputs.
+        read: Parses one input and checks the result.
+        documented: Exceptions that it may raise.
         bound_bytes: The most memory it may allocate for one input.
     """
 
@@ -43,7 +43,7 @@ def attempt(parser: Parser, value: Any) -> None:
 
     Raises:
         AssertionError: It took more time or memory than it may.
-        Exception: Whatever it raises and does not document.
+        Exception: An undocumented exception of the parser.
     """
     tracemalloc.start()
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""Bytes and JSON that were valid once: cut, flipped, overwritten, of absurd sizes."""
+"""Valid bytes and JSON, damaged: cut, flipped, overwritten, of absurd sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 EDGES = (0, 1, 7, 63, 64, *(2**n - 1 for n in (31, 32, 63, 64)), 2**31, 2**48, 2**63)
 edges = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1))
 
-# What JSON can say where a number, a name or a list is expected.
+# JSON values in place of a number, a name or a list.
 RAW = (
     "null", "true", "-1", "0", "1", "2.5", "-0.0", "1e308", "1e999", "-1e999", "NaN",
     "Infinity", "9007199254740993", "9223372036854775808", "18446744073709551616",
@@ -27,7 +27,7 @@ _HOLE = "@hole-{}@"
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
-    """Valid bytes with up to four wounds, or no valid bytes at all."""
+    """Return valid bytes with up to four damages, or random bytes."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=300))
     data = bytearray(draw(st.sampled_from(valid)))
@@ -39,8 +39,8 @@ def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
             case "flip" if data:
                 data[at] ^= 1 << draw(st.integers(0, 7))
             case "word":
-                word = draw(edges).to_bytes(8, "little")[: draw(st.integers(1, 8))]
-                data[at : at + len(word)] = word
+                value = draw(edges).to_bytes(8, "little")[: draw(st.integers(1, 8))]
+                data[at : at + len(value)] = value
             case "run":
                 data[at : at + draw(st.integers(1, 64))] = draw(st.binary(max_size=64))
             case "insert":
@@ -52,7 +52,7 @@ def damaged(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 @st.composite
 def damaged_json(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
-    """JSON of one of these values with up to three parts replaced or gone."""
+    """Return JSON of one of these values with up to three parts replaced or gone."""
     value: Any = copy.deepcopy(draw(st.sampled_from(valid)))
     holes: list[str] = []
     for _ in range(draw(st.integers(0, 3))):
@@ -76,13 +76,13 @@ def damaged_json(draw: st.DrawFn, valid: Sequence[Any]) -> bytes:
 
 
 def json_or_bytes(*valid: Any) -> st.SearchStrategy[bytes]:
-    """Damaged JSON, and JSON damaged as bytes."""
+    """Return damaged JSON, or JSON damaged as bytes."""
     texts = [json.dumps(value).encode() for value in valid]
     return st.one_of(damaged_json(valid), damaged_json(valid), damaged(texts))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Return every (container, key) of a JSON value."""
     pairs = ()
     if isinstance(value, dict):
         pairs = value.items()

@@ -19,35 +19,35 @@ from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import inspect_manifests, read_manifests
 from vllm_tide.transport.shm import TransportError
 
-ME = Holder.me()
+ME = Holder.current()
 
 
 class Folder:
-    """A private directory that lives as long as the process."""
+    """A private directory for the life of the process."""
 
     def __init__(self) -> None:
-        self._kept = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
-        self.path = Path(self._kept.name)
+        self._directory = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
+        self.path = Path(self._directory.name)
 
 
 @functools.cache
 def run_dir() -> Path:
-    kept.append(folder := Folder())
+    folders.append(folder := Folder())
     return folder.path
 
 
-kept: list[Folder] = []
+folders: list[Folder] = []
 
 
 def read_run_dir(text: bytes) -> None:
     path = run_dir() / "engine-e1.json"
     path.write_bytes(text)
-    ((_, found),) = inspect_manifests(run_dir())
+    ((_, result),) = inspect_manifests(run_dir())
     read_manifests(run_dir())
-    if found is not None:
-        json.dumps(found.tide)
-        Path(found.draft_path).exists()
-        assert all(type(layer) is int for layer in found.aux_layer_ids)
+    if result is not None:
+        json.dumps(result.tide)
+        Path(result.draft_path).exists()
+        assert all(type(layer) is int for layer in result.aux_layer_ids)
     path.unlink()
 
 
@@ -64,18 +64,18 @@ def read_purges(given: tuple[bytes, bytes, bytes, bytes, str]) -> None:
     for file, data in files.items():
         (folder / file).write_bytes(data)
     inbox = PurgeInbox(folder)
-    found = inbox.pending()
-    for one in found:
+    result = inbox.pending()
+    for one in result:
         assert one.tenant is None or 0 <= one.tenant < 2**64
-    assert "keep" in [one.id for one in found], "a request was removed with another"
+    assert "keep" in [one.id for one in result], "a request was removed with another"
     purge.answers(folder, purge.PurgeRequest("ab", None, 0.0))
-    purge.live_keepers(folder)
+    purge.live_data_holders(folder)
     for path in folder.iterdir():
         path.unlink()
 
 
 def parsers() -> list[Parser]:
-    """Those of files."""
+    """Return the parsers of files."""
     now = time.time()
     mine = {**MANIFEST, "pid": ME.pid, "pid_start": ME.start}
     mine["pid_namespace"] = ME.namespace

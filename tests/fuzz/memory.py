@@ -1,4 +1,4 @@
-"""What lies in shared memory: records, rings and weights segments."""
+"""Content of shared memory: records, rings and weights segments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_tide.transport import (
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import FORMAT_VERSION, META, Frames, RecordError, decode
 from vllm_tide.transport.ring import FRAME_BYTES, MAGIC, RECORD, pack_frame, peek_ring
-from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, orphaned
+from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, is_orphaned
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 from vllm_tide.transport.weights import peek_weights
 
@@ -41,7 +41,7 @@ TENSORS = {
 
 
 def body(seed: int) -> bytes:
-    """Bytes of a record."""
+    """Return the bytes of a record."""
     make = make_metadata_only if seed % 3 == 2 else make_record
     return body_of(make(SPEC, seed, num_rows=seed % 5), SPEC).tobytes()
 
@@ -65,7 +65,7 @@ def write(ring: RingWriter, data: bytes) -> None:
 
 @st.composite
 def meta_bodies(draw: st.DrawFn) -> bytes:
-    """A record whose fixed part has fields of any size, before bytes of any kind."""
+    """A record with a fixed part of any sizes, before bytes of any kind."""
     meta = np.frombuffer(
         bytearray(draw(st.sampled_from(BODIES))[: META.itemsize]), META
     )
@@ -76,8 +76,8 @@ def meta_bodies(draw: st.DrawFn) -> bytes:
 
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
-    """Page 0 with a right checksum, whatever it says."""
-    me = Holder.me()
+    """Return page 0 with a right checksum and any content."""
+    me = Holder.current()
     spec = spec[: shm._SPEC_BYTES]
     head = shm._HEADER.pack(
         magic, version, len(spec), size, me.pid, me.start, me.namespace
@@ -89,7 +89,7 @@ def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
 def pages(
     magic: bytes, version: int, spec: dict[str, Any], size: int
 ) -> st.SearchStrategy[bytes | None]:
-    """Page 0: as it is, damaged, or whole and saying odd things."""
+    """Return page 0: unchanged, damaged, or valid with unusual values."""
     good = sealed(magic, version, size, json.dumps(spec).encode())
     sizes = st.one_of(st.just(size), edges, st.integers(DATA_AT - 1, size))
     versions = st.sampled_from((version, version, version, 1, version + 1))
@@ -99,13 +99,13 @@ def pages(
 
 def read_record(data: bytes) -> None:
     record = decode(memoryview(data))
-    held = sum(v.nbytes for v in (record.token_ids, record.features))
-    assert held <= len(data) and record.num_rows == len(record.features)
+    num_bytes = sum(v.nbytes for v in (record.token_ids, record.features))
+    assert num_bytes <= len(data) and record.num_rows == len(record.features)
 
 
 @st.composite
 def wounds(draw: st.DrawFn, size: int, frames: bool) -> list[tuple[int, bytes]]:
-    """What is written where, over a whole segment."""
+    """Return writes over a whole segment."""
     made = []
     for _ in range(draw(st.integers(0, 4))):
         what = draw(st.sampled_from(("word", "bytes", "frame" if frames else "bytes")))
@@ -128,7 +128,7 @@ def wounds(draw: st.DrawFn, size: int, frames: bool) -> list[tuple[int, bytes]]:
 
 
 class Memory:
-    """A segment that is put back as it was before each input."""
+    """A segment that is restored before each input."""
 
     def __init__(self, segment: Any) -> None:
         self.buf = segment.buf
@@ -155,7 +155,7 @@ def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
     writer, memory = ring_scene()
     memory.harm(*given)
     peek_ring(writer.name)
-    orphaned(writer.name)
+    is_orphaned(writer.name)
     reader = RingReader.attach(writer.name)
     try:
         count = 0
@@ -212,7 +212,7 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
 
 @st.composite
 def publications(draw: st.DrawFn) -> publication.DraftBlob:
-    """Version 3, often with a header that says anything and a right digest."""
+    """Return version 3, often with an arbitrary header and a right digest."""
     data = publication.encode(TENSORS, 3, 2, {"loss": 1.0}).data
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -229,13 +229,13 @@ def publications(draw: st.DrawFn) -> publication.DraftBlob:
 
 
 def read_publication(blob: publication.DraftBlob) -> None:
-    found = publication.decode(blob)
-    sizes = [len(item.data) for item in found.tensors.values()]
+    result = publication.decode(blob)
+    sizes = [len(item.data) for item in result.tensors.values()]
     assert max(sizes, default=0) <= len(blob.data)
 
 
 def parsers() -> list[Parser]:
-    """Those of shared memory."""
+    """Return the parsers of shared memory."""
     ring_size = DATA_AT + 4096
     weights_size = DATA_AT + 2 * 8192
     ring = st.tuples(

@@ -28,7 +28,7 @@ def trainer() -> AdminSocket:
     return AdminSocket(folder.path)
 
 
-def say(said: list[bytes]) -> None:
+def say(requests: list[bytes]) -> None:
     """Send these pieces to a trainer, and read its answer."""
     server = trainer()
     fd = os.open(server.path.parent, os.O_RDONLY)
@@ -36,7 +36,7 @@ def say(said: list[bytes]) -> None:
         client.settimeout(1)
         client.connect(f"/proc/self/fd/{fd}/{server.path.name}")
         os.close(fd)
-        for piece in said:
+        for piece in requests:
             try:
                 client.sendall(piece)
             except OSError:
@@ -55,7 +55,7 @@ def say(said: list[bytes]) -> None:
 
 @functools.cache
 def stranger() -> tuple[Path, queue.Queue[bytes]]:
-    """A socket that answers whatever it is told to answer."""
+    """A socket that answers with given bytes."""
     kept.append(folder := Folder())
     path, answers = folder.path / "admin-1.sock", queue.Queue[bytes]()
     listener = socket.socket(socket.AF_UNIX)
@@ -79,12 +79,12 @@ def stranger() -> tuple[Path, queue.Queue[bytes]]:
 def ask(answer: bytes) -> None:
     path, answers = stranger()
     answers.put(answer)
-    found = send(path, {"do": "status"}, 5.0)
-    json.dumps(found, allow_nan=False)
+    reply = send(path, {"do": "status"}, 5.0)
+    json.dumps(reply, allow_nan=False)
 
 
 def parsers() -> list[Parser]:
-    """Those of orders."""
+    """Return the parsers of orders."""
     orders = json_or_bytes(ORDER).map(lambda text: [text + b"\n"])
     pieces = st.lists(damaged([b'{"do": "status"}\n']), max_size=4)
     answers = st.one_of(

@@ -1,4 +1,4 @@
-"""What lies in a spool: shards, states, heads and their manifests."""
+"""Content of a spool: shards, states, drafts and their manifests."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ ENGINE = {
 
 @functools.cache
 def folder() -> tuple[EngineFolder, Path]:
-    """An engine's folder of a spool in a directory that lives as long as this."""
+    """Return an engine's folder of a spool; its directory is deleted with it."""
     made = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
     root = Path(made.name)
-    found = EngineFolder(LocalStore(root), "e1")
-    found.kept = made  # type: ignore[attr-defined]
+    engine_folder = EngineFolder(LocalStore(root), "e1")
+    engine_folder.keep_alive = made  # type: ignore[attr-defined]
     for name in ("records", "readers", "heads", "draft"):
         (root / "engines/e1" / name).mkdir(parents=True)
-    return found, root / "engines/e1"
+    return engine_folder, root / "engines/e1"
 
 
 def built() -> tuple[dict[str, Any], bytes]:
@@ -73,7 +73,7 @@ SHARD = built()
 
 @st.composite
 def shard_bodies(draw: st.DrawFn) -> bytes:
-    """A shard of odd offsets, an odd header or odd records."""
+    """Return a shard with unusual offsets, an unusual header or unusual records."""
     records = [draw(damaged(BODIES)) for _ in range(draw(st.integers(0, 4)))]
     sums = np.cumsum([0, *map(len, records)]).tolist()
     for _ in range(draw(st.integers(0, 2))):
@@ -93,7 +93,7 @@ def shard_bodies(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """A manifest (JSON) and a body, often with sizes and checksum that fit it."""
+    """Return a manifest (JSON) and a body, often with matching sizes and checksum."""
     manifest, body = SHARD
     body = draw(st.one_of(damaged([body]), shard_bodies()))
     if draw(st.integers(0, 3)):
@@ -121,7 +121,7 @@ def read_shards(given: tuple[bytes, bytes, bytes]) -> None:
         reader.fetch(state)
 
 
-def read_words(given: tuple[bytes, bytes, bytes]) -> None:
+def read_states(given: tuple[bytes, bytes, bytes]) -> None:
     where, path = folder()
     for name, text in zip(
         ("engine.json", "state.json", "readers/r.json"), given, strict=True
@@ -137,7 +137,7 @@ def read_words(given: tuple[bytes, bytes, bytes]) -> None:
 
 @st.composite
 def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Entry and body of draft 7."""
+    """Return entry and body of draft 7."""
     blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
     body = draw(damaged([blob.data]))
     digest = draw(st.sampled_from((blob.sha256, hashlib.sha256(body).digest())))
@@ -151,12 +151,12 @@ def read_drafts(given: tuple[bytes, bytes]) -> None:
     for name, data in zip(("latest.json", f"{7:012d}.safetensors"), given, strict=True):
         (path / "heads" / name).write_bytes(data)
     struct.pack("<Q", where.latest_draft())
-    found = publication.decode(where.read_draft())
-    publication.encode(found.tensors, 7, 6, {})
+    engine_folder = publication.decode(where.read_draft())
+    publication.encode(engine_folder.tensors, 7, 6, {})
 
 
 def parsers() -> list[Parser]:
-    """Those of the spool."""
+    """Return the parsers of the spool."""
     state = json_or_bytes(asdict(EngineState(last_shard=1, first_shard=1)))
     still = st.just(json.dumps(asdict(EngineState(last_shard=1))).encode())
     renamed = st.sampled_from(
@@ -167,10 +167,10 @@ def parsers() -> list[Parser]:
         lambda pair: st.tuples(st.one_of(still, state), *map(st.just, pair))
     )
     shard |= st.tuples(still, renamed, st.just(SHARD[1]))
-    words = st.tuples(json_or_bytes(ENGINE), state, reader)
+    states = st.tuples(json_or_bytes(ENGINE), state, reader)
     refused = (TransportError,)
     return [
         Parser("spool_reader", shard, read_shards, refused),
-        Parser("spool_words", words, read_words, refused),
+        Parser("spool_words", states, read_states, refused),
         Parser("spool_drafts", drafts(), read_drafts, refused),
     ]

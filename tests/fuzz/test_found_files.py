@@ -1,4 +1,4 @@
-"""What fuzzing found in the readers of files, one test a defect."""
+"""Defects that fuzzing found in the readers of files, one test each."""
 
 import hashlib
 import json
@@ -43,23 +43,23 @@ from vllm_tide.transport.spool_shard import (
 from vllm_tide.transport.spool_store import FsspecStore, LocalStore
 
 DEEP = "[" * 100_000
-HUGE = "9" * 400  # a whole number that no float holds
+HUGE = "9" * 400  # a whole number that no float represents
 
 
 @pytest.fixture
 def engine(tmp_path):
-    """An engine's folder of a spool, and where it lies."""
-    found = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
+    """Return an engine's folder of a spool, and its path."""
+    engine_folder = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
     where = tmp_path / "spool/engines/e1"
     for name in ("records", "heads", "draft"):
         (where / name).mkdir(parents=True)
-    return found, where
+    return engine_folder, where
 
 
 @pytest.mark.parametrize(
     "name", ["²" * 12 + "-1.safetensors", f"{1:012d}-\0.safetensors", "\ud800" * 14]
 )
-def test_a_manifest_that_names_no_file_is_passed_over(engine, name):
+def test_a_manifest_without_a_file_is_skipped(engine, name):
     folder, where = engine
     assert shard_number(name) == 0
     manifest = {**spool.SHARD[0], "file": name}
@@ -70,7 +70,7 @@ def test_a_manifest_that_names_no_file_is_passed_over(engine, name):
     assert reader.skipped["removed"] == 1
 
 
-def test_no_more_is_read_than_was_asked_for(engine):
+def test_reads_are_bounded_by_the_requested_size(engine):
     folder, where = engine
     (where / "x").write_bytes(b"12345")
     for store in (folder.store, FsspecStore(f"file://{where.parent.parent}")):
@@ -79,7 +79,7 @@ def test_no_more_is_read_than_was_asked_for(engine):
         assert store.read("engines/e1/y", 3) is None
 
 
-def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(engine):
+def test_a_shard_longer_than_its_manifest_is_damaged_and_not_read_whole(engine):
     folder, where = engine
     manifest, body = spool.SHARD
     (where / manifest_name(1)).write_text(json.dumps(manifest))
@@ -91,7 +91,7 @@ def test_a_shard_longer_than_its_manifest_says_is_damaged_and_not_read_whole(eng
     assert reader.skipped["damaged"] == 1
 
 
-def test_a_state_of_other_types_or_of_absurd_size_is_none(engine):
+def test_a_state_of_other_types_or_of_absurd_size_is_invalid(engine):
     folder, where = engine
     for text in ('{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', "3"):
         (where / "state.json").write_text(text)
@@ -109,7 +109,7 @@ def test_a_state_of_other_types_or_of_absurd_size_is_none(engine):
      '{"d2t": {"dtype": "I64", "shape": [1], "data_offsets": [8, 0]}}',
      '{"\\ud800": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}'],
 )  # fmt: skip
-def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
+def test_tensors_with_an_invalid_description_are_refused(tmp_path, header):
     (tmp_path / "config.json").write_text("{}")
     text = header.encode()
     data = len(text).to_bytes(8, "little") + text + bytes(8)
@@ -124,7 +124,7 @@ def test_tensors_that_are_described_as_none_are_refused(tmp_path, header):
 
 
 @pytest.mark.parametrize("name", ["../state.json", "..", "a\0b", "/etc/x"])
-def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
+def test_a_list_of_model_files_names_none_outside(engine, tmp_path, name):
     folder, where = engine
     (where / "state.json").write_bytes(b"kept")
     rows = hashlib.sha256(b"{}").hexdigest()  # a target of no files
@@ -140,13 +140,13 @@ def test_a_list_of_model_files_names_none_elsewhere(engine, tmp_path, name):
 
 
 @pytest.mark.parametrize("version", [2**63, True, -1])
-def test_a_head_that_no_version_names_is_none(engine, version):
+def test_a_draft_without_a_version_is_invalid(engine, version):
     folder, where = engine
     (where / DRAFTS / "latest.json").write_text(json.dumps({"version": version}))
     assert folder.latest_draft() == 0
 
 
-def test_words_of_purges_and_keepers_that_say_nothing_are_passed_over(tmp_path):
+def test_malformed_purges_and_data_holders_are_skipped(tmp_path):
     for text in (
         '{"tenant": null, "asked_unix_s": ' + HUGE + "}",
         '{"tenant": "-1", "asked_unix_s": 1}',
@@ -161,10 +161,10 @@ def test_words_of_purges_and_keepers_that_say_nothing_are_passed_over(tmp_path):
             (tmp_path / f"{name}.json").write_text(text)
         assert PurgeInbox(tmp_path).pending() == []
         assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
-        assert purge.live_keepers(tmp_path) == set()
+        assert purge.live_data_holders(tmp_path) == set()
 
 
-def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
+def test_a_request_named_as_a_pattern_removes_no_other(tmp_path):
     asked = '{"tenant": null, "asked_unix_s": %s}'
     (tmp_path / "purge-*.json").write_text(asked % 1)
     (tmp_path / "purge-0.json").write_text(asked % time.time())
@@ -176,7 +176,7 @@ def test_a_request_named_as_a_pattern_takes_no_other_with_it(tmp_path):
     [{"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"}, {"tide": []},
      {"aux_layer_ids": [1.5]}],
 )  # fmt: skip
-def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
+def test_a_manifest_of_other_types_is_skipped(tmp_path, change):
     path = tmp_path / "engine-e1.json"
     path.write_text(json.dumps({**spool.MANIFEST, **change}))
     assert inspect_manifests(tmp_path) == [(path, None)]
@@ -185,18 +185,18 @@ def test_a_manifest_of_other_types_is_passed_over(tmp_path, change):
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_or_a_file_without_end_in_a_run_directory_is_passed_over(tmp_path):
+def test_a_pipe_or_an_endless_file_in_a_run_directory_is_skipped(tmp_path):
     os.mkfifo(tmp_path / "engine-a.json", 0o600)
     os.mkfifo(tmp_path / "purge-0.json", 0o600)
     with open(tmp_path / "engine-b.json", "wb") as file:
         file.truncate(1 << 36)
-    assert [found for _, found in inspect_manifests(tmp_path)] == [None, None]
+    assert [result for _, result in inspect_manifests(tmp_path)] == [None, None]
     assert PurgeInbox(tmp_path).pending() == []
 
 
 @pytest.fixture
 def checkpoint_of(tmp_path):
-    """Verifies a checkpoint whose state file was changed and sealed anew."""
+    """Verify a checkpoint with a changed and resealed state file."""
     draft, path = ToyTarget().draft(0), tmp_path / "checkpoint-00000001"
     path.mkdir()
     (path / "a.safetensors").write_bytes(b"a")
@@ -217,7 +217,7 @@ def checkpoint_of(tmp_path):
 
 
 def sealed(document):
-    """JSON with a right checksum, whatever it says."""
+    """Return any JSON with a right checksum."""
     return json.dumps(document | {"self_sha256": checkpoint.digest_of(document)})
 
 
@@ -239,7 +239,7 @@ def test_a_flipped_digit_in_a_checkpoints_state_is_damage(checkpoint_of):
 
 
 @pytest.mark.timeout(10)
-def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
+def test_a_stored_draft_of_endless_size_and_a_pipe_are_refused(tmp_path):
     path = DraftStore(tmp_path / "heads", "f" * 64).put({"fc": torch.zeros(2, 3)}, 3)
     manifest = json.loads(path.with_suffix(".json").read_bytes())
     del manifest["self_sha256"]
@@ -248,5 +248,5 @@ def test_a_stored_head_of_endless_size_and_a_pipe_are_refused(tmp_path):
     with pytest.raises(DraftRefused, match="OverflowError"):
         read_draft(path)
     os.mkfifo(tmp_path / "x.json", 0o600)
-    with pytest.raises(DraftRefused, match="no plain file"):
+    with pytest.raises(DraftRefused, match="not a regular file"):
         read_draft(tmp_path / "x.json")

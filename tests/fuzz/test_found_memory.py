@@ -1,4 +1,4 @@
-"""What fuzzing found in the readers of shared memory, one test a defect."""
+"""Defects that fuzzing found in the readers of shared memory, one test each."""
 
 import contextlib
 import json
@@ -18,15 +18,21 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.record import FORMAT_VERSION
-from vllm_tide.transport.ring import MAGIC, Word, peek_ring
-from vllm_tide.transport.shm import DATA_AT, NAME_PREFIX, PAGE_BYTES, SHM_DIR, orphaned
+from vllm_tide.transport.ring import MAGIC, Atomic, peek_ring
+from vllm_tide.transport.shm import (
+    DATA_AT,
+    NAME_PREFIX,
+    PAGE_BYTES,
+    SHM_DIR,
+    is_orphaned,
+)
 from vllm_tide.transport.weights import _FEEDBACK, _FEEDBACK_AT, peek_weights
 from vllm_tide.transport.weights import MAGIC as WEIGHTS_MAGIC
 
 
 @contextlib.contextmanager
 def segment(page, size):
-    """A segment of zeros behind a header that says anything."""
+    """A segment of zeros behind an arbitrary header."""
     name = f"{NAME_PREFIX}fuzz_{secrets.token_hex(8)}"
     path = f"{SHM_DIR}/{name}"
     with open(path, "wb") as file:
@@ -42,7 +48,7 @@ def segment(page, size):
     "change",
     ['"aux_layer_ids":[1e999]', '"aux_layer_ids":[1.5]', '"hidden_size":1e308'],
 )
-def test_a_ring_whose_description_holds_no_whole_numbers_is_refused(change):
+def test_a_ring_without_whole_numbers_in_its_description_is_refused(change):
     text = json.dumps(FIELDS)[:-1] + f",{change}}}"
     size = DATA_AT + 4096
     page = sealed(MAGIC, FORMAT_VERSION, size, text.encode())
@@ -56,14 +62,14 @@ def test_a_ring_without_whole_lines_is_refused(capacity):
     page = sealed(MAGIC, FORMAT_VERSION, size, json.dumps(FIELDS).encode())
     with (
         segment(page, size) as name,
-        pytest.raises(TransportError, match="whole lines"),
+        pytest.raises(TransportError, match="positive multiple"),
     ):
         RingReader.attach(name)
 
 
-def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
+def test_a_damaged_damage_counter_stops_no_reader():
     writer = RingWriter.create(SPEC, 4096)
-    writer._segment.store(Word.CORRUPT, 2**64 - 1)
+    writer._segment.store(Atomic.CORRUPT, 2**64 - 1)
     reader = RingReader.attach(writer.name)
     write(writer, BODIES[1])
     writer._segment.buf[DATA_AT] ^= 1
@@ -73,20 +79,20 @@ def test_a_count_of_damage_that_was_damaged_itself_stops_no_reader():
     writer.close()
 
 
-@pytest.mark.parametrize("rest", ["a\0b", "\ud800", "a b", "", "x" * 300])
-def test_a_name_that_no_segment_can_have_is_refused(rest):
-    assert peek_ring(NAME_PREFIX + rest) is None
-    assert peek_weights(NAME_PREFIX + rest) is None
+@pytest.mark.parametrize("suffix", ["a\0b", "\ud800", "a b", "", "x" * 300])
+def test_an_impossible_segment_name_is_refused(suffix):
+    assert peek_ring(NAME_PREFIX + suffix) is None
+    assert peek_weights(NAME_PREFIX + suffix) is None
     with pytest.raises(TransportError, match="not the name of a vllm_tide segment"):
-        RingReader.attach(NAME_PREFIX + rest)
+        RingReader.attach(NAME_PREFIX + suffix)
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_among_the_segments_holds_nobody_up():
+def test_a_pipe_among_the_segments_does_not_block():
     name = f"{NAME_PREFIX}fuzz_{secrets.token_hex(8)}"
     os.mkfifo(f"{SHM_DIR}/{name}", 0o600)
     try:
-        assert not orphaned(name)
+        assert not is_orphaned(name)
         assert peek_ring(name) is None
         with pytest.raises(TransportError):
             RingReader.attach(name)
@@ -94,46 +100,46 @@ def test_a_pipe_among_the_segments_holds_nobody_up():
         os.unlink(f"{SHM_DIR}/{name}")
 
 
-def test_counters_of_a_segment_that_says_to_have_no_room_are_nothing():
+def test_counters_of_a_segment_of_size_zero_are_invalid():
     page = sealed(MAGIC, 2, 100, json.dumps(FIELDS).encode())
     with segment(page, DATA_AT) as name:
         assert peek_ring(name) is None
 
 
-@pytest.mark.parametrize("room", [0, 2 * PAGE_BYTES - 1])
+@pytest.mark.parametrize("space", [0, 2 * PAGE_BYTES - 1])
 @pytest.mark.parametrize("end", [WeightsSegment, WeightsWriter])
-def test_a_weights_segment_without_room_for_slots_is_refused(end, room):
-    size = DATA_AT + room
+def test_a_weights_segment_without_space_for_slots_is_refused(end, space):
+    size = DATA_AT + space
     page = sealed(WEIGHTS_MAGIC, publication.FORMAT_VERSION, size, b"{}")
-    with segment(page, size) as name, pytest.raises(TransportError, match="no room"):
+    with segment(page, size) as name, pytest.raises(TransportError, match="too small"):
         end.attach(name)
 
 
-def test_a_reason_that_is_no_text_does_not_grow_with_every_look():
+def test_a_reason_that_is_no_text_does_not_grow_with_every_poll():
     engine = WeightsSegment.create(8192)
     trainer = WeightsWriter.attach(engine.name)
     body = _FEEDBACK.pack(1, 2, 0.5, b"\xff" * 64, 0)[:-4]
     whole = body + _shm.crc32c(body).to_bytes(4, "little")
     engine._segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + len(whole)] = whole
     assert len(trainer.feedback().refused_reason) == 64
-    engine._segment.buf[_FEEDBACK_AT] ^= 1  # torn: what was said before holds
+    engine._segment.buf[_FEEDBACK_AT] ^= 1  # torn: the previous report holds
     for _ in range(20):
         assert len(trainer.feedback().refused_reason) == 64
     trainer.close()
     engine.close()
 
 
-def test_a_version_that_no_word_holds_is_not_published():
+def test_a_version_beyond_u64_is_not_published():
     engine = WeightsSegment.create(8192)
     trainer = WeightsWriter.attach(engine.name)
     trainer.publish(TENSORS, version=1, parent_version=0, meta={})
     trainer._last_published = 2**64 - 1
-    with pytest.raises(TransportError, match="past the last one"):
+    with pytest.raises(TransportError, match="exceeds the maximum"):
         trainer.publish(TENSORS, version=2**64, parent_version=0, meta={})
     trainer.close()
     engine.close()
 
 
-def test_a_descriptor_wider_than_an_int_is_not_cut_to_another_one():
+def test_a_descriptor_wider_than_an_int_is_not_truncated():
     with open("/dev/null", "rb") as file, pytest.raises(OSError, match="descriptor"):
         _shm.fd_size(2**32 + file.fileno())

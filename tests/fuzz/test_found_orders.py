@@ -1,4 +1,4 @@
-"""What fuzzing found in the two ends of orders, one test a defect."""
+"""Defects that fuzzing found at the two ends of orders, one test each."""
 
 import socket
 import threading
@@ -31,15 +31,15 @@ def stranger(tmp_path):
     listener.close()
 
 
-def test_an_answer_nested_without_end_is_no_json(stranger):
+def test_an_endlessly_nested_answer_is_no_json(stranger):
     path, pieces = stranger
     pieces.append(b"[" * 100_000 + b"\n")
-    with pytest.raises(TransportError, match="no JSON"):
+    with pytest.raises(TransportError, match="invalid JSON"):
         send(path, {"do": "status"}, 5)
 
 
-def test_numbers_that_are_no_json_are_nothing(stranger):
+def test_invalid_json_numbers_are_ignored(stranger):
     path, pieces = stranger
     pieces.append(b'{"ok": true, "loss": NaN, "rate": 1e999, "rows": 2.5}\n')
-    found = send(path, {"do": "status"}, 5)
-    assert found == {"ok": True, "loss": None, "rate": None, "rows": 2.5}
+    answer = send(path, {"do": "status"}, 5)
+    assert answer == {"ok": True, "loss": None, "rate": None, "rows": 2.5}

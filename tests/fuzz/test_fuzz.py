@@ -1,4 +1,4 @@
-"""Readers of what another process wrote read damaged bytes, or refuse them."""
+"""Readers of another process's output read damaged bytes, or refuse them."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ by_name = pytest.mark.parametrize(
 
 def give(module, name, max_examples, derandomize):
     parsers = importlib.import_module(f"tests.fuzz.{module}").parsers()
-    (parser,) = (found for found in parsers if found.name == name)
+    (parser,) = (each for each in parsers if each.name == name)
 
     @settings(
         max_examples=max_examples,

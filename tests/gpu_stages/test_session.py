@@ -11,7 +11,7 @@ GPU = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Imports a module of scripts/gpu, which no other test finds afterwards."""
+    """Import a module of scripts/gpu, and hide it from other tests."""
     monkeypatch.syspath_prepend(GPU)
     before = set(sys.modules)
     yield importlib.import_module

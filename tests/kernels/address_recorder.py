@@ -1,7 +1,7 @@
-"""Runs a kernel's program far beyond what fits in memory, and keeps its addresses.
+"""Run a kernel's program far beyond what fits in memory and record its addresses.
 
-The interpreter computes addresses exactly as the kernel says, in its integer widths.
-Here they are only written down: what is not in a tensor that was declared real is never
+The interpreter computes addresses exactly as in the kernel, in its integer widths.
+Here they are only recorded: memory outside a tensor that was declared real is never
 read or written.
 """
 
@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 class AddressRecorder:
-    """Stands in for memory while a kernel runs under the interpreter.
+    """Replaces memory while a kernel runs under the interpreter.
 
     Args:
         monkeypatch: Of the test.
@@ -31,15 +31,15 @@ class AddressRecorder:
             InterpreterBuilder.create_masked_store,
         )
 
-        def fake_load(builder, ptrs, mask, other, *rest):
+        def fake_load(builder, ptrs, mask, other, *args):
             if self._note(ptrs, mask):
-                return load(builder, ptrs, mask, other, *rest)
+                return load(builder, ptrs, mask, other, *args)
             dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
             return TensorHandle(np.zeros(ptrs.data.shape, dtype), ptrs.get_element_ty())
 
-        def fake_store(builder, ptrs, value, mask, *rest):
+        def fake_store(builder, ptrs, value, mask, *args):
             if self._note(ptrs, mask):
-                return store(builder, ptrs, value, mask, *rest)
+                return store(builder, ptrs, value, mask, *args)
             return None
 
         def program_id(builder, axis):
@@ -55,7 +55,7 @@ class AddressRecorder:
             monkeypatch.setattr(InterpreterBuilder, name, fake)
 
     def _note(self, ptrs, mask):
-        """Whether all addresses are real; otherwise they are kept."""
+        """Return whether all addresses are real; record the others."""
         shape = np.broadcast_shapes(ptrs.data.shape, mask.data.shape)
         used = np.broadcast_to(ptrs.data, shape)[np.broadcast_to(mask.data, shape)]
         if not used.size:
@@ -68,10 +68,10 @@ class AddressRecorder:
 
     @property
     def addresses(self):
-        """All addresses outside the real tensors."""
+        """Return all addresses outside the real tensors."""
         return set(np.concatenate(self.touched).astype(np.int64).tolist())
 
 
 def span(anchor, offsets):
-    """Addresses of elements at `offsets` from where a tensor starts."""
+    """Return addresses of elements at `offsets` from a tensor's start."""
     return {anchor.data_ptr() + anchor.element_size() * int(i) for i in offsets}

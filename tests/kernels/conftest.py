@@ -1,9 +1,9 @@
-"""Tests marked `interpreted` run in one process of their own.
+"""Tests marked `interpreted` run in one separate process.
 
 Triton decides when it is first imported whether kernels are interpreted, and other
 tests of this run may have imported it already. So the first such test starts a pytest
-with `TRITON_INTERPRET=1` on all selected ones, and each reports what became of it in
-there. Inside that process (or with the variable set by hand) they simply run.
+with `TRITON_INTERPRET=1` on all selected ones, and each reports its outcome there.
+Inside that process (or with the variable set by hand) they simply run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _OUTCOMES = "TIDE_TEST_OUTCOMES"
-_TIMEOUT_S = 1200  # beside other tests
+_TIMEOUT_S = 1200  # together with other tests
 
 
 def pytest_configure(config):
@@ -57,7 +57,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_runtest_logreport(report):
-    """In the process of their own: say what became of a test."""
+    """Report a test's outcome in the separate process."""
     path = os.environ.get(_OUTCOMES)
     if path and (report.when == "call" or not report.passed):
         line = json.dumps([report.nodeid, report.outcome, report.longreprtext])
@@ -69,7 +69,7 @@ _STASH = pytest.StashKey[dict[str, tuple[str, str]]]()
 
 
 def _run_all(session):
-    """Outcome and text of each test; "" is the process itself."""
+    """Return outcome and text of each test; "" is the process itself."""
     ids = [i.nodeid for i in session.items if i.get_closest_marker("interpreted")]
     folder = session.config.rootpath
     hidden = ("PYTEST_", _OUTCOMES)  # options and workers of this run are not theirs

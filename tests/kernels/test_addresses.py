@@ -1,4 +1,4 @@
-"""Elements beyond 2**31 are addressed right: every kernel at its last row.
+"""Elements beyond 2**31 are addressed correctly: every kernel at its last row.
 
 No memory of that size is needed: `address_recorder` runs one program of a kernel as
 the row it would have, and the set of addresses it touches is compared with arithmetic
@@ -17,7 +17,7 @@ LIMIT = 1 << 31
 
 
 def anchor(dtype):
-    """A pointer to memory that is not there."""
+    """A pointer to memory that does not exist."""
     return torch.zeros(1, dtype=dtype)
 
 
@@ -26,8 +26,10 @@ def anchors(*dtypes):
 
 
 def mapped(tensor):
-    """The tensor in pages of its own: on the heap, an address computed from an anchor
-    may fall into it and be taken for real."""
+    """Place the tensor in separate pages.
+
+    On the heap, an address computed from an anchor may fall into it and count as real.
+    """
     pages = mmap.mmap(-1, tensor.numel() * tensor.element_size())
     return torch.frombuffer(pages, dtype=tensor.dtype).copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""Compiling ahead of time: every kernel is listed, and what the table says is so."""
+"""Ahead-of-time compilation: every kernel is listed, and the table is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="needs triton")
 
 
 def run(*options):
-    """The command in a process without the interpreter."""
+    """Run the command in a process without the interpreter."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "scripts/gpu/compile_all.py", *options],
@@ -79,7 +79,7 @@ def test_kernels_compile_for_every_target(tmp_path, only):
     assert len(rows) == variants * len(tool.TARGETS)
     for row in rows:
         assert row["compiled"] and (not only or row["registers"] > 0)
-        # A few bytes are nothing; more would say that a block is too large.
+        # A few bytes are no problem; more would mean that a block is too large.
         assert row["spills"] is None or row["spills"] <= 64, row
         # MI300X has 64 KiB.
         assert 0 <= row["shared_memory"] <= 64 << 10, row

@@ -1,4 +1,4 @@
-"""A step's numbers: the block of the reference, one launch for any size."""
+"""The block of a step's numbers equals the reference, one launch for any size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def parts(n, rows, width, depth, cut):
     def some(*shape, dtype=torch.int32):
         return torch.randint(-1, 1 << 18, shape, generator=random).to(dtype)
 
-    found = [some(n), some(n), some(n, 7, dtype=torch.int64)[:, :width], some(rows)]
-    found.append(torch.rand(n, 9, generator=random)[:, :depth])
-    found.append(some(n, 5, dtype=torch.int64)[:, 0])
-    return found + [some(n + 1), some(n + 1)] * cut
+    tensors = [some(n), some(n), some(n, 7, dtype=torch.int64)[:, :width], some(rows)]
+    tensors.append(torch.rand(n, 9, generator=random)[:, :depth])
+    tensors.append(some(n, 5, dtype=torch.int64)[:, 0])
+    return tensors + [some(n + 1), some(n + 1)] * cut
 
 
 @pytest.mark.interpreted
@@ -32,21 +32,21 @@ def parts(n, rows, width, depth, cut):
         pytest.param(40, 64, 6, 5, True, marks=pytest.mark.nightly),
     ],
 )
-def test_the_block_is_the_reference_s(monkeypatch, n, rows, width, depth, cut):
+def test_the_block_equals_the_reference(monkeypatch, n, rows, width, depth, cut):
     given = parts(n, rows, width, depth, cut)
     size = sum(part.numel() for part in given)
-    ours, wanted = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
-    gather_step_reference(given, wanted)
+    ours, expected = (torch.full((size + 3,), 7, dtype=torch.int32) for _ in range(2))
+    gather_step_reference(given, expected)
     monkeypatch.setattr(op, "gather_step_reference", None)
     gather_step(given, ours)
-    assert torch.equal(ours, wanted) and ours[-3:].tolist() == [7] * 3
-    assert wanted[:n].tolist() == given[0].tolist()
+    assert torch.equal(ours, expected) and ours[-3:].tolist() == [7] * 3
+    assert expected[:n].tolist() == given[0].tolist()
     at = 2 * n + n * width + rows
-    sure = wanted[at : at + n * depth].view(torch.float32).view(n, depth)
+    sure = expected[at : at + n * depth].view(torch.float32).view(n, depth)
     assert torch.equal(sure, given[4])
 
 
-def test_no_number_of_a_step_makes_a_kernel_of_its_own():
+def test_no_step_size_compiles_another_kernel():
     assert set(op._NUMBERS) == {
         name for name, kind in op.variants()[0].types.items() if kind == "i32"
     }

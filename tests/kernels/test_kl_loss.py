@@ -17,12 +17,12 @@ from vllm_tide.train.losses import (
     HiddenTeacher,
     KernelTeacher,
     LossTask,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Largest relative rounding of a gradient stored in each dtype. The interpreter cuts
-# where a GPU rounds to bfloat16, so it is a whole step.
+# Largest relative rounding of a gradient stored in each dtype. The interpreter
+# truncates to bfloat16, unlike a GPU, so it is a whole step.
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 KINDS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 
@@ -33,7 +33,7 @@ def draw(*shape, scale=2.0, seed=0):
 
 
 def by_definition(z, t, weights, reverse):
-    """Values, and the gradient by autograd, in float64."""
+    """Return values, and the gradient by autograd, in float64."""
     z = z.double().detach().requires_grad_()
     p, q = t.double().softmax(-1), z.softmax(-1)
     if reverse:
@@ -48,9 +48,9 @@ def check(z, t, weights, reverse):
     grad = torch.empty_like(z)
     values = kl_rows(z, t, weights, reverse=reverse, grad_out=grad)
     assert torch.equal(kl_rows(z, t, weights, reverse=reverse), values)
-    wanted, slope = by_definition(z, t, weights, reverse)
+    expected, slope = by_definition(z, t, weights, reverse)
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values.double(), wanted, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=1e-5)
     largest = float(slope.abs().max()) if slope.numel() else 0.0
     torch.testing.assert_close(
         grad.double(), slope, rtol=STEP[z.dtype], atol=1e-6 + 2e-6 * largest
@@ -61,7 +61,7 @@ def check(z, t, weights, reverse):
 @KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 131), (1, 64), (2, 65)])
-def test_kernel_is_the_definition(monkeypatch, dtype, reverse, rows, size):
+def test_the_kernel_equals_the_definition(monkeypatch, dtype, reverse, rows, size):
     monkeypatch.setattr(op, "MAX_BLOCK", 64)
     monkeypatch.setattr(op, "kl_rows_reference", None)
     z, t = draw(rows, size).to(dtype), draw(rows, size, seed=1).to(dtype)
@@ -104,13 +104,13 @@ def test_impossible_tokens_add_nothing(monkeypatch, interpreted):
     assert value.item() == pytest.approx(math.log(1.5), rel=1e-6)
     assert grad[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
     value = kl_rows(z, t, ones, reverse=True, grad_out=grad)
-    wanted = -math.log(3) - (2 * math.log(0.5) + math.log(FLOOR)) / 3
-    assert value.item() == pytest.approx(wanted, rel=1e-6)
+    expected = -math.log(3) - (2 * math.log(0.5) + math.log(FLOOR)) / 3
+    assert value.item() == pytest.approx(expected, rel=1e-6)
     assert grad.isfinite().all()
 
 
 def problem(pruned):
-    """Rows of a draft, its LM head, a teacher with more rows than one each."""
+    """Return rows of a draft, its LM head, a teacher with more rows than one each."""
     hidden, rows = draw(4, 9, scale=1.0, seed=1), draw(60, 9, scale=0.7, seed=2)
     vocab = VocabMap.identity(60)
     if pruned:
@@ -124,24 +124,24 @@ def problem(pruned):
 @KINDS
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
 @pytest.mark.parametrize("chunk_bytes", [1, 60 * 4 * 3, 1 << 20])
-def test_loss_and_gradients_are_those_of_training(
+def test_loss_and_gradients_equal_those_of_training(
     monkeypatch, reverse, pruned, chunk_bytes
 ):
-    """Against train/losses.py: same weights, same rows, same draft head."""
+    """Against train/losses.py: same weights, same rows, same LM head of the draft."""
     monkeypatch.setattr(op, "kl_rows_reference", None)
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     normed, head, hidden, rows, vocab, index = problem(pruned)
     term = "reverse_kl" if reverse else "forward_kl"
     weights = torch.linspace(0.1, 1.0, 7)
-    kept = vocab.target_ids
+    target_ids = vocab.target_ids
     task = LossTask(
         LossMix({term: 1.0}), index, weights[None], torch.full_like(index, -1), 7
     )
     target = TargetRows(rows, rows, logit_scale=0.5, logit_softcap=2.0)
-    taught = HiddenTeacher.from_hidden(hidden, target, rows[kept], torch.float32)
+    taught = HiddenTeacher.from_hidden(hidden, target, rows[target_ids], torch.float32)
     a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
-    wanted, theirs = fused_head_loss(a, b, b.detach(), taught, task)
-    (wanted * 3).backward()
+    expected, theirs = fused_lm_head_loss(a, b, b.detach(), taught, task)
+    (expected * 3).backward()
     close = {"rtol": 1e-5, "atol": 2e-6}
 
     x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
@@ -149,24 +149,24 @@ def test_loss_and_gradients_are_those_of_training(
     assert not KernelTeacher.fits(
         LossMix({term: 1.0, "next_token": 0.1}), torch.device("cuda")
     )
-    kernel = KernelTeacher(hidden, target, rows[kept])
-    total, values = fused_head_loss(x, y, y.detach(), kernel, task)
+    kernel = KernelTeacher(hidden, target, rows[target_ids])
+    total, values = fused_lm_head_loss(x, y, y.detach(), kernel, task)
     (total * 3).backward()
     for ours, its in ((values, theirs), (x.grad, a.grad), (y.grad, b.grad)):
         torch.testing.assert_close(ours, its, **close)
 
 
 @KINDS
-def test_reference_is_the_definition(reverse):
+def test_the_reference_equals_the_definition(reverse):
     z, t = draw(5, 40).double(), draw(5, 40, seed=1).double()
     weights, grad = torch.rand(5).double(), torch.empty_like(z)
     values = kl_rows_reference(z, t, weights, reverse=reverse, grad_out=grad)
-    wanted, slope = by_definition(z, t, weights, reverse)
-    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-13)
+    expected, slope = by_definition(z, t, weights, reverse)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(grad, slope, rtol=0, atol=1e-13)
 
 
-def test_floor_is_training_s():
+def test_the_floor_equals_trainings():
     assert FLOOR == loss_terms.FLOOR
 
 
@@ -174,14 +174,14 @@ def test_floor_is_training_s():
     ("change", "says"),
     [
         ({"draft_logits": torch.zeros(2)}, "draft_logits must be"),
-        ({"draft_logits": torch.zeros(4, 2).T}, "draft_logits .* neighbours"),
+        ({"draft_logits": torch.zeros(4, 2).T}, "draft_logits .* contiguous"),
         ({"teacher_logits": torch.zeros(2, 5)}, "teacher_logits must be"),
         ({"weights": torch.ones(2).half()}, "weights must be"),
         ({"grad_out": torch.zeros(2, 3)}, "grad_out must be"),
     ],
     ids=["1d", "transposed", "width", "half", "grad"],
 )
-def test_wrong_inputs_say_what_is_wrong(change, says):
+def test_wrong_inputs_give_a_message(change, says):
     given = {
         "draft_logits": torch.zeros(2, 4),
         "teacher_logits": torch.zeros(2, 4),

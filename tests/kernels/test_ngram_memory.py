@@ -1,4 +1,4 @@
-"""The memory on a device: what it proposes, counts and overwrites, and for whom.
+"""The memory on a device: its proposals, counts and writes, per request.
 
 The reference keeps whole texts and searches them position by position.
 """
@@ -20,7 +20,7 @@ LONGEST = 4000
 
 
 def follow(text, window):
-    """What followed the last place that the end of a text occurred at, and its run."""
+    """Return what followed the last match of the text's end, and the match length."""
     best = (0, 0, 0)
     low = max(len(text) - window, 0)
     for end in range(low + 1, len(text)):
@@ -36,12 +36,12 @@ def follow(text, window):
 
 
 class Reference:
-    """The same by loops, in float64."""
+    """The same memory by loops, in float64."""
 
     def __init__(self, window):
         self.window = window
         self.texts: dict[int, list[int]] = {}
-        self.said: dict[int, tuple[list[list[int]], int, bool]] = {}
+        self.proposed: dict[int, tuple[list[list[int]], int, bool]] = {}
         self.counts = np.zeros((2, 2, len(MATCHES) + 1, K))
 
     @property
@@ -53,42 +53,42 @@ class Reference:
 
     def grade(self, came):
         """`came`: tokens by slot."""
-        labels, found = [0, 0], []
+        labels, correct = [0, 0], []
         for slot, tokens in came.items():
-            if slot not in self.said or not tokens:
+            if slot not in self.proposed or not tokens:
                 continue
-            said, bucket, _ = self.said[slot]
+            proposed, bucket, _ = self.proposed[slot]
             for source in (DRAFT, MEMORY):
-                for k, guess in enumerate(said[source]):
+                for k, guess in enumerate(proposed[source]):
                     if guess < 0 or k >= len(tokens):
                         break
                     labels[source] += 1
-                    found.append((source, bucket, k, guess == tokens[k]))
+                    correct.append((source, bucket, k, guess == tokens[k]))
                     if guess != tokens[k]:
                         break
         for source in (DRAFT, MEMORY):
             self.counts[source] *= 0.5 ** (labels[source] / HALF_LIFE)
-        for source, bucket, k, right in found:
+        for source, bucket, k, right in correct:
             self.counts[source, 0, bucket, k] += 1
             self.counts[source, 1, bucket, k] += right
 
     def choose(self, slot, drafts, depth):
-        """The drafts that stand, and how much the memory's are worth more."""
+        """Return the chosen drafts, and the gain of the memory's."""
         tokens, run = follow(self.texts[slot], self.window)
         bucket = int(np.searchsorted(MATCHES, run, side="right"))
         worth = np.cumprod(self.chance[:, bucket, :depth], axis=1).sum(axis=1)
         gain = worth[MEMORY] - worth[DRAFT] if run else -1.0
-        self.said[slot] = ([drafts[:depth], tokens], bucket, gain > 0)
+        self.proposed[slot] = ([drafts[:depth], tokens], bucket, gain > 0)
         return (tokens[:depth] + drafts[depth:] if gain > 0 else drafts), gain
 
 
 class Rig:
-    """Both, fed with the same requests."""
+    """Both memories, fed with the same requests."""
 
     def __init__(self, window=1 << 15, seed=0):
         device = torch.get_default_device()
         self.table = NgramTable(R, LONGEST, K, device, PRIOR, SHRINK, HALF_LIFE, window)
-        self.wanted = Reference(self.table.window)
+        self.reference = Reference(self.table.window)
         self.texts = torch.zeros(R, LONGEST, dtype=torch.int32)
         self.total = torch.zeros(R, dtype=torch.int32)
         self.prefill = torch.zeros(R, dtype=torch.int32)
@@ -96,14 +96,14 @@ class Rig:
         self.choices: list[tuple[int, int, float]] = []
 
     def admit(self, slot, prompt):
-        """Another request has the slot; nobody tells the table."""
+        """Admit another request to the slot without notice to the table."""
         self.texts[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
         self.total[slot] = self.prefill[slot] = len(prompt)
-        self.wanted.texts[slot] = list(prompt)
-        self.wanted.said.pop(slot, None)
+        self.reference.texts[slot] = list(prompt)
+        self.reference.proposed.pop(slot, None)
 
     def step(self, came, drafts, depth=K, sure=None):
-        """One step: tokens by slot (none inside of a prompt); the drafts that stand."""
+        """Run one step: tokens by slot (none inside of a prompt); the chosen drafts."""
         slots, n = list(came), len(came)
         sampled = torch.full((n, K + 1), -1)
         for i, slot in enumerate(slots):
@@ -111,16 +111,16 @@ class Rig:
             sampled[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.texts[slot, at : at + len(tokens)] = sampled[i, : len(tokens)]
             self.total[slot] += len(tokens)
-            self.wanted.texts[slot] += tokens
+            self.reference.texts[slot] += tokens
         names = torch.tensor(slots)
         num = torch.tensor([len(came[slot]) for slot in slots], dtype=torch.int32)
         rejected = torch.tensor([7] * n, dtype=torch.int32)
-        whose = self.table.whose[names].clone()
+        whose = self.table.is_memory[names].clone()
         self.table.grade(names, sampled, num, rejected, self.total, self.prefill)
-        self.wanted.grade(came)
+        self.reference.grade(came)
         counts, chance = self.table.counts.cpu(), self.table.chance.cpu()
-        np.testing.assert_allclose(counts, self.wanted.counts, rtol=1e-5)
-        np.testing.assert_allclose(chance, self.wanted.chance, rtol=1e-5)
+        np.testing.assert_allclose(counts, self.reference.counts, rtol=1e-5)
+        np.testing.assert_allclose(chance, self.reference.chance, rtol=1e-5)
         seen = self.table.seen[:, :n]
         assert torch.equal(seen[0], torch.where(whose > 0, num.clamp(max=1), num))
         assert torch.equal(seen[1], torch.where(whose > 0, 0, rejected))
@@ -139,9 +139,9 @@ class Rig:
         for i, slot in enumerate(slots):
             stands = drafts[slot]
             if came[slot]:
-                stands, gain = self.wanted.choose(slot, drafts[slot], depth)
+                stands, gain = self.reference.choose(slot, drafts[slot], depth)
                 assert abs(gain) > 1e-5, "no choice here hangs on rounding"
-                self.choices.append((slot, self.wanted.said[slot][1], gain))
+                self.choices.append((slot, self.reference.proposed[slot][1], gain))
                 first = -1 - drafts[slot][0] if gain > 0 else drafts[slot][0]
                 assert self.table.first[i] == first
             assert made[i].tolist() == stands
@@ -149,7 +149,7 @@ class Rig:
 
 
 def live(window, steps, seed=4):
-    """Requests come, go and wait in turns; texts repeat, and some do not."""
+    """Add, end and suspend requests in turn; some texts repeat, and some do not."""
     rig = Rig(window, seed=seed)
     random = rig.random
     lives: dict[int, int] = {}
@@ -163,7 +163,7 @@ def live(window, steps, seed=4):
                 lives[slot] = int(random.integers(3, 14))
         came, drafts = {}, {}
         for slot in [s for s in random.permutation(R).tolist() if lives.get(s)]:
-            text = rig.wanted.texts[slot]
+            text = rig.reference.texts[slot]
             lives[slot] -= 1
             count = int(random.integers(0, K + 2))
             guess, run = follow(text, rig.table.window)
@@ -176,50 +176,50 @@ def live(window, steps, seed=4):
     taken = [bucket for _, bucket, gain in rig.choices if gain > 0]
     left = [bucket for _, bucket, gain in rig.choices if gain < 0 and bucket]
     assert len(taken) > 8 and len(left) > 5
-    assert (rig.wanted.counts[MEMORY, 0].sum(axis=1) > 0).sum() >= 3, "buckets"
-    assert rig.wanted.counts[DRAFT, 1].sum() > 1
+    assert (rig.reference.counts[MEMORY, 0].sum(axis=1) > 0).sum() >= 3, "buckets"
+    assert rig.reference.counts[DRAFT, 1].sum() > 1
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "window", [256, pytest.param(1 << 15, marks=pytest.mark.nightly)]
 )
-def test_it_is_the_reference_through_lives_of_requests(window):
+def test_it_equals_the_reference_over_many_requests(window):
     live(window, 24)
 
 
 @pytest.mark.interpreted
-def test_a_slot_s_next_request_is_offered_nothing_of_the_former():
+def test_a_slots_next_request_gets_no_proposals_of_the_previous_one():
     rig = Rig()
     drafts = {0: [100] * K}
     rig.admit(0, [7] * 1100)
     for _ in range(4):
         rig.step({0: [7] * 3}, drafts)
-    rig.wanted.counts[:] = 0
-    rig.wanted.counts[MEMORY] = 100  # it is believed
-    rig.table.counts.copy_(torch.tensor(rig.wanted.counts))
+    rig.reference.counts[:] = 0
+    rig.reference.counts[MEMORY] = 100  # a high estimate
+    rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     assert rig.step({0: [7]}, drafts) == [[7] * K]
-    rig.admit(0, [7, 7, 3])  # as the former began: all its matches lie beyond
+    rig.admit(0, [7, 7, 3])  # as the previous one began: all its matches are beyond
     assert rig.step({0: []}, drafts) == [[100] * K]
     assert rig.step({0: [7, 7, 7]}, drafts) == [[100] * K]
-    # A preempted request comes back as a new one, whose text is longer.
-    rig.admit(0, [*rig.wanted.texts[0], 3, 7])
+    # A preempted request comes back as a new one with a longer text.
+    rig.admit(0, [*rig.reference.texts[0], 3, 7])
     assert rig.step({0: [7]}, drafts) == [[7, 3, 7, 7]]
-    # What is not copied whole is neither searched nor taken for known.
+    # A text that is not copied whole is neither searched nor known.
     names, num = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
     rig.admit(0, [7] * 2000)
     rig.total[0] += 1
     made = torch.tensor(drafts[0])[None]
     rig.table.choose(names, num, rig.total, rig.texts, 900, made, K, None)
     assert made.tolist() == [drafts[0]] and rig.table.known[0] == 0
-    assert rig.table.whose[0] == 0
+    assert rig.table.is_memory[0] == 0
 
 
 @pytest.mark.interpreted
-def test_chances_of_what_stands_reach_who_asks():
+def test_verify_chances_of_the_chosen_drafts_are_reported():
     rig = Rig()
-    rig.wanted.counts[MEMORY] = 100
-    rig.table.counts.copy_(torch.tensor(rig.wanted.counts))
+    rig.reference.counts[MEMORY] = 100
+    rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     rig.admit(0, [7] * 20)
     rig.admit(2, [1, 2, 3, 4])
     sure = torch.full((R, K + 2), 0.5)[:, 1:-1]
@@ -230,7 +230,7 @@ def test_chances_of_what_stands_reach_who_asks():
 
 
 @pytest.mark.interpreted
-def test_without_a_draft_nothing_is_proposed_and_still_graded():
+def test_without_a_draft_nothing_is_proposed_but_everything_is_graded():
     rig = Rig()
     rig.admit(0, [1, 2, 3, 1, 2])
     none = {0: [-1] * K}
@@ -242,7 +242,7 @@ def test_without_a_draft_nothing_is_proposed_and_still_graded():
         rig.table.grade(names, sampled, num, num, rig.total, rig.prefill)
         made = torch.tensor(none[0])[None]
         rig.table.choose(names, num, rig.total, rig.texts, 99, made, 0, None)
-        assert made.tolist() == [none[0]] and rig.table.whose[0] == 0
+        assert made.tolist() == [none[0]] and rig.table.is_memory[0] == 0
         assert rig.table.first[0] == -1
     tries, hits = rig.table.counts[MEMORY]
     assert tries[:, 0].sum() == hits[:, 0].sum() > 1.5
@@ -257,7 +257,7 @@ def test_the_buckets_are_those_of_model_runner_v1():
     assert op._MOST_MATCH.value == MOST_MATCH and ORDERS == (8, 5, 3)
 
 
-def test_no_number_of_a_step_makes_a_kernel_of_its_own():
+def test_no_step_size_compiles_another_kernel():
     numbers = set()
     for variant in op.variants():
         numbers |= {name for name, kind in variant.types.items() if kind == "i32"}
@@ -265,7 +265,7 @@ def test_no_number_of_a_step_makes_a_kernel_of_its_own():
 
 
 @pytest.mark.interpreted
-def test_a_fault_is_contained_and_texts_are_read_anew(monkeypatch):
+def test_a_fault_is_contained_and_texts_are_read_again(monkeypatch):
     from types import SimpleNamespace as Of
 
     from vllm_tide.engine.memory_v2 import MemoryV2
@@ -307,7 +307,7 @@ def test_a_fault_is_contained_and_texts_are_read_anew(monkeypatch):
     drafts, _, first = step()
     assert drafts == [[5, 6]] == first.tolist()
     assert memory.guard.faults == {"memory_propose": 1}
-    assert memory._table.known.tolist() == memory._table.whose.tolist() == [0]
+    assert memory._table.known.tolist() == memory._table.is_memory.tolist() == [0]
     monkeypatch.setattr(NgramTable, "choose", choose)
     states.total_len.gpu[0] -= 1
     assert step()[0] == [[7, 7]] and memory._table.known[0] == 7

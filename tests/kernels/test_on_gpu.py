@@ -1,4 +1,4 @@
-"""The compiled kernels on a GPU: the references' answers, at real sizes too."""
+"""The compiled kernels on a GPU equal the references, at real sizes too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw(*shape, dtype=torch.float32, scale=2.0, seed=0):
     return (torch.randn(*shape, generator=random) * scale).to(dtype).cuda()
 
 
-def room_for(gigabytes):
+def require_memory(gigabytes):
     free, _ = torch.cuda.mem_get_info()
     if free < gigabytes * (1 << 30):
         pytest.skip(f"needs {gigabytes} GiB of GPU memory")
@@ -48,16 +48,19 @@ def test_pack_rows(given, stored):
 @pytest.mark.parametrize("vocab", [7, 4096, 128_256, VOCAB])
 def test_topk_teacher(vocab, dtype):
     logits = draw(5, vocab, dtype=dtype, scale=3.0)
-    found, wanted = topk_teacher(logits, 64), topk_teacher_reference(logits.cpu(), 64)
-    assert torch.equal(found.ids.cpu(), wanted.ids)
+    result, expected = (
+        topk_teacher(logits, 64),
+        topk_teacher_reference(logits.cpu(), 64),
+    )
+    assert torch.equal(result.ids.cpu(), expected.ids)
     close = {"rtol": 2e-6, "atol": 1e-5}
-    torch.testing.assert_close(found.logprobs.cpu(), wanted.logprobs, **close)
-    mass = found.tail_logprob.cpu().exp()
-    torch.testing.assert_close(mass, wanted.tail_logprob.exp(), **close)
+    torch.testing.assert_close(result.logprobs.cpu(), expected.logprobs, **close)
+    mass = result.tail_logprob.cpu().exp()
+    torch.testing.assert_close(mass, expected.tail_logprob.exp(), **close)
 
 
 def test_topk_teacher_beyond_two_gigaelements():
-    room_for(8)
+    require_memory(8)
     logits = torch.zeros(BEYOND, VOCAB, dtype=torch.bfloat16, device="cuda")
     logits[-1] = draw(VOCAB, dtype=torch.bfloat16)
     last = topk_teacher(logits, 8).ids[-1].cpu()
@@ -70,22 +73,22 @@ def test_topk_teacher_beyond_two_gigaelements():
 def test_kl_rows(vocab, reverse, dtype):
     z, t = draw(3, vocab, dtype=dtype), draw(3, vocab, dtype=dtype, seed=1)
     weights = torch.tensor([0.2, 1.0, 0.7])
-    grad, wanted_grad = torch.empty_like(z), z.cpu().double()
+    grad, expected_grad = torch.empty_like(z), z.cpu().double()
     values = kl_rows(z, t, weights.cuda(), reverse=reverse, grad_out=grad)
-    wanted = kl_rows_reference(
+    expected = kl_rows_reference(
         z.cpu().double(),
         t.cpu().double(),
         weights.double(),
         reverse=reverse,
-        grad_out=wanted_grad,
+        grad_out=expected_grad,
     )
-    torch.testing.assert_close(values.cpu().double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(values.cpu().double(), expected, rtol=1e-5, atol=1e-4)
     step = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(grad.cpu().double(), wanted_grad, rtol=step, atol=1e-6)
+    torch.testing.assert_close(grad.cpu().double(), expected_grad, rtol=step, atol=1e-6)
 
 
 def test_kl_rows_beyond_two_gigaelements():
-    room_for(20)
+    require_memory(20)
     z = torch.zeros(BEYOND, VOCAB, dtype=torch.bfloat16, device="cuda")
     t, grad = torch.zeros_like(z), torch.empty_like(z)
     t[-1] = draw(VOCAB, dtype=torch.bfloat16)

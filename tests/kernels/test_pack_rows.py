@@ -1,4 +1,4 @@
-"""Row packing: the bytes of the reference, whatever the dtypes."""
+"""Row packing gives the reference's bytes in every dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def name_of(dtype):
 
 
 def inputs(num_rows, hidden, dtype, seed=0):
-    """Strided rows of three layers."""
+    """Return strided rows of three layers."""
     random = torch.Generator().manual_seed(seed)
 
     def layer():
@@ -26,15 +26,15 @@ def inputs(num_rows, hidden, dtype, seed=0):
     return [layer() for _ in range(3)]
 
 
-def packed(monkeypatch, features, rows, stored, room=0):
-    """Pack with the kernel and with the reference; the reference may not help."""
-    shape = (len(rows) + room, 3 * features[0].shape[1])
-    ours, wanted = (torch.full(shape, 7, dtype=stored) for _ in range(2))
+def packed(monkeypatch, features, rows, stored, padding=0):
+    """Pack with the kernel and with the reference; the reference must not be called."""
+    shape = (len(rows) + padding, 3 * features[0].shape[1])
+    ours, expected = (torch.full(shape, 7, dtype=stored) for _ in range(2))
     rows = torch.tensor(rows, dtype=torch.int32)
-    pack_rows_reference(features, rows, wanted)
+    pack_rows_reference(features, rows, expected)
     monkeypatch.setattr(op, "pack_rows_reference", None)
     pack_rows(features, rows, ours)
-    assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
     return ours
 
 
@@ -53,19 +53,19 @@ PAIRS = [
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("given", "stored"), PAIRS)
-def test_kernel_writes_the_reference_s_bytes(monkeypatch, given, stored):
+def test_the_kernel_writes_the_references_bytes(monkeypatch, given, stored):
     features = inputs(9, 1025, given)
-    out = packed(monkeypatch, features, range(9), stored, room=2)
+    out = packed(monkeypatch, features, range(9), stored, padding=2)
     assert torch.equal(out[:9], torch.cat(features, -1).to(stored))
     assert out[9:].eq(7).all()
 
 
 @pytest.mark.interpreted
-def test_only_the_rows_that_are_named_are_packed(monkeypatch):
+def test_only_the_named_rows_are_packed(monkeypatch):
     features = inputs(9, 40, torch.bfloat16)
     for rows in ([1, 2, 5, 8], [3, 3, 0], []):
         with monkeypatch.context() as patch:
-            out = packed(patch, features, rows, torch.bfloat16, room=1)
+            out = packed(patch, features, rows, torch.bfloat16, padding=1)
         assert torch.equal(out[:-1], torch.cat([f[rows] for f in features], -1))
         assert out[-1].eq(7).all()
 
@@ -78,9 +78,9 @@ def test_nan_stays_nan_in_every_dtype(monkeypatch):
     for stored in DTYPES:
         out = torch.zeros(1, 12, dtype=stored)
         pack_rows(features, torch.zeros(1, dtype=torch.int32), out)
-        found = out[0, :4].float()
-        assert found.isnan().tolist() == [True, True, False, False]
-        assert found[2] == float("inf") and torch.signbit(found[3])
+        values = out[0, :4].float()
+        assert values.isnan().tolist() == [True, True, False, False]
+        assert values[2] == float("inf") and torch.signbit(values[3])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_nan_stays_nan_in_every_dtype(monkeypatch):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_wrong_inputs_say_what_is_wrong(change, says):
+def test_wrong_inputs_give_a_message(change, says):
     dtype, hidden = change.get("dtype", torch.float32), change.get("hidden", 8)
     features = inputs(3, hidden, dtype)
     with pytest.raises(ValueError, match=says):

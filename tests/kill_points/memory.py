@@ -37,7 +37,7 @@ def record_of(number: int):
 
 
 def seeds_of(reader: RingReader) -> list[int]:
-    """Numbers of the records that are left, each to the bit as it was written."""
+    """Return the numbers of the remaining records, each equal to the bit as written."""
     numbers = []
     while (record := reader.read()) is not None:
         assert identity(record) == identity(record_of(record.draft_version))
@@ -46,7 +46,7 @@ def seeds_of(reader: RingReader) -> list[int]:
 
 
 def seeds_left(name: str) -> list[int]:
-    """Numbers of the records of a ring, which may hold no damage."""
+    """Return the numbers of the records of a ring, which may have no damage."""
     with closing(RingReader.attach(name)) as reader:
         numbers = seeds_of(reader)
         assert reader.stats().corrupt_records == 0
@@ -88,7 +88,7 @@ class Producer(Protocol):
 
 
 class Consumer(Protocol):
-    """A trainer reads a ring that has wrapped, and another one goes on."""
+    """A trainer reads a ring that has wrapped, and another one continues."""
 
     def begin(self) -> None:
         self._ring = RingWriter.create(SPEC, CAPACITY)
@@ -109,7 +109,7 @@ class Consumer(Protocol):
         return True
 
     def _require_no_damage(self, reader: RingReader) -> None:
-        # Half a line of 64 bytes is damage: what follows is passed over and counted.
+        # Half a line of 64 bytes is damage: what follows is skipped and counted.
         assert reader.stats().corrupt_records == 0 or self.fault == "torn"
 
     def check(self, done: bool) -> None:
@@ -117,14 +117,14 @@ class Consumer(Protocol):
         assert numbers == sorted(set(numbers)), "one came twice"
         self._ring.heartbeat()
         assert not self._ring.drops
-        assert self._ring.wish in (Collect.FULL, Collect.METADATA)
+        assert self._ring.collect_mode in (Collect.FULL, Collect.METADATA)
 
     def _taken(self) -> list[int]:
         text = self.notes.read_text() if self.notes.exists() else ""
         return [*map(int, text.split())]
 
     def tidy(self) -> None:
-        """All is read but what a stopped reader had taken and not handed out."""
+        """Every record is read but those that a stopped reader took."""
         taken = set(self._taken())
         with closing(RingReader.attach(self._ring.name)) as reader:
             left = set(seeds_of(reader))
@@ -139,7 +139,7 @@ class Consumer(Protocol):
 
 
 class Publisher(Protocol):
-    """A trainer publishes two drafts to an engine that reads while it does."""
+    """A trainer publishes two drafts to an engine that reads during publication."""
 
     def begin(self) -> None:
         self._segment = WeightsSegment.create(8192)
@@ -170,13 +170,13 @@ class Publisher(Protocol):
 
 
 def assert_whole(draft: Publication) -> None:
-    """It is the draft of its version."""
+    """Assert that it is the draft of its version."""
     values = draft.tensors["fc.weight"].data.view(np.float32)
     assert (values == float(draft.version)).all()
 
 
 class Feedback(Protocol):
-    """An engine reports what it serves."""
+    """An engine reports the served version."""
 
     def begin(self) -> None:
         self._segment = WeightsSegment.create(8192)
@@ -198,7 +198,7 @@ class Feedback(Protocol):
 
 
 class RingFeedProtocol(Protocol):
-    """A trainer finds an engine, reads it, publishes, and goes on from that."""
+    """A trainer finds an engine, reads it, publishes, and continues from that."""
 
     def begin(self) -> None:
         self._engine = ToyEngine(self.folder)

@@ -1,4 +1,4 @@
-"""Every kill point of a protocol: begun, stopped at one operation, and gone on from."""
+"""Every kill point of a protocol: begun, stopped at one operation, and continued."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LIMIT_S = 60
 
 
 class Protocol:
-    """Something that outlives processes, and one action on it.
+    """State that outlives processes, and one action on it.
 
     The first `act` runs in a fork, which is stopped, all else in the test's process. A
     protocol is used for one point. Files lie in `folder`, which is empty at first;
     `notes` is a file that no operation is counted of.
 
     Args:
-        fault: What happens to an operation of the first `act`.
+        fault: Fault of an operation of the first `act`.
 
     Attributes:
         errors: What `act` may raise: the caller makes one sentence of it.
@@ -43,34 +43,34 @@ class Protocol:
         """Make the old state."""
 
     def act(self) -> bool:
-        """Make the new state; True if it says that this was done."""
+        """Make the new state; return True if it reports that this was done."""
         raise NotImplementedError
 
     def again(self) -> bool:
-        """Go on in the process in which an operation has failed."""
+        """Continue in the process in which an operation has failed."""
         return self.act()
 
     def check(self, done: bool) -> None:
-        """The state is the new one, or, if not `done`, the old one."""
+        """Assert the new state, or, if not `done`, the old one."""
         raise NotImplementedError
 
     def tidy(self) -> None:
-        """An hour later: remove what stopped processes left."""
+        """Clean up an hour later: remove files of stopped processes."""
         self.act()
 
     def close(self) -> None:
-        """Let go what `begin` made."""
+        """Release the resources of `begin`."""
 
 
 class Point(NamedTuple):
-    """An operation and what happens to it."""
+    """An operation and its fault."""
 
     at: int
     fault: str
 
 
 def points_of(kind: type[Protocol], folder: Path) -> list[Point]:
-    """All points of a protocol, in the order of its operations."""
+    """Return all points of a protocol, in the order of its operations."""
 
     def count(protocol: Protocol) -> list[str]:
         watch = Watch(protocol.folder)
@@ -84,7 +84,7 @@ def points_of(kind: type[Protocol], folder: Path) -> list[Point]:
 
 
 def violation(kind: type[Protocol], folder: Path, point: Point) -> str:
-    """Stop at a point, and go on; what was wrong then, empty if nothing was."""
+    """Stop at a point, continue, and return the error, empty if none."""
     ends = (True,) if point.fault in ("kill", "torn") else (True, False)
     for end in ends:
         try:
@@ -98,7 +98,7 @@ def violation(kind: type[Protocol], folder: Path, point: Point) -> str:
 
 
 class Violation(AssertionError):
-    """A process ended with an error that nobody expects."""
+    """A process ended with an unexpected error."""
 
 
 class _begun:  # noqa: N801 - a context manager
@@ -117,7 +117,7 @@ class _begun:  # noqa: N801 - a context manager
 
 
 def _stopped(protocol: Protocol, point: Point, end: bool) -> bool:
-    """Act up to a point, and then `end` or go on; True if it was done."""
+    """Act up to a point, then end or continue; return True if it was done."""
     watch = Watch(protocol.folder, point.fault, point.at)
     watch.install()
     try:
@@ -152,22 +152,22 @@ def _recover(protocol: Protocol, done: bool) -> None:
 
 
 def hidden(folder: Path) -> Iterator[Path]:
-    """Files and folders that are being made, or were when their process ended."""
+    """Return files and folders in the making, also those of ended processes."""
     return (path for path in list(folder.rglob("*")) if path.name.startswith("."))
 
 
 def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it in a fork, which cleans nothing up; None if it was killed."""
-    told, tell = os.pipe()
+    """Call it in a fork, which cleans up nothing; return None if it was killed."""
+    reader, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(told)
+        os.close(reader)
         code, value = 0, None
         signal.alarm(LIMIT_S)
         logging.disable()
         try:
             value = work(*arguments)
-        except BaseException:  # noqa: BLE001 - the test's process says it
+        except BaseException:  # noqa: BLE001 - the test's process reports it
             code, value = 1, traceback.format_exc()
         try:
             with open(tell, "wb") as file:
@@ -175,7 +175,7 @@ def _forked(work: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             os._exit(code)
     os.close(tell)
-    with open(told, "rb") as file:
+    with open(reader, "rb") as file:
         raw = file.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == KILLED:

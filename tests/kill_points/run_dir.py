@@ -18,14 +18,14 @@ from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.sidecar import report
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import purge, tenant
-from vllm_tide.transport.admin import AdminSocket, NoTrainer, ask_all
+from vllm_tide.transport.admin import AdminSocket, NoTrainerError, send_to_all
 from vllm_tide.transport.rendezvous import (
-    lasting_folder,
+    durable_folder,
     prepare_run_dir,
     read_manifests,
     reclaim_orphans,
     remove_manifest,
-    require_room,
+    require_space,
     take_lock,
     write_manifest,
 )
@@ -45,14 +45,14 @@ class RunDir(Protocol):
         """Another engine and its trainer start."""
         reclaim_orphans(self.run_dir)
         tenant.tenant_key(self.run_dir, str(self.state))
-        lasting = lasting_folder(self.run_dir, str(self.state))
+        lasting = durable_folder(self.run_dir, str(self.state))
         for path in purge.announce_trainer([lasting]):
             path.unlink()
         AdminSocket(self.run_dir).close()
 
 
 class Manifest(RunDir):
-    """An engine starts beside a live one and takes its manifest back."""
+    """An engine starts next to a live one and removes its manifest."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("other"))
@@ -60,7 +60,7 @@ class Manifest(RunDir):
         write_manifest(self.run_dir, self._old)
 
     def act(self) -> bool:
-        require_room(self.run_dir)
+        require_space(self.run_dir)
         write_manifest(self.run_dir, replace(self._old, model_name="new"))
         return True
 
@@ -71,7 +71,7 @@ class Manifest(RunDir):
 
 
 class Reclaim(RunDir):
-    """A start removes what dead engines left, and nothing of a live one."""
+    """A start removes files of dead engines, and none of a live one."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("f" * 16))
@@ -95,7 +95,7 @@ class Reclaim(RunDir):
 
 
 class Retract(RunDir):
-    """An engine takes its manifest back."""
+    """An engine removes its manifest."""
 
     def begin(self) -> None:
         write_manifest(self.run_dir, make_manifest("other"))
@@ -140,33 +140,33 @@ class MovedKey(Key):
 
 
 class On(RunDir):
-    """Capture is switched off: once that is acknowledged it is for every engine."""
+    """Capture is disabled: once acknowledged, this applies to every engine."""
 
-    wanted = True
+    target_state = True
 
     def begin(self) -> None:
         super().begin()
-        if not self.wanted:
+        if not self.target_state:
             Switch(self.run_dir, OFF, str(self.state)).set(True)
 
     def act(self) -> bool:
-        return not Switch(self.run_dir, OFF, str(self.state)).set(self.wanted)
+        return not Switch(self.run_dir, OFF, str(self.state)).set(self.target_state)
 
     def check(self, done: bool) -> None:
         switches = Switches(self.run_dir, str(self.state))
-        assert not done or (OFF in switches.read()) == self.wanted
+        assert not done or (OFF in switches.read()) == self.target_state
         assert set(switches.on) <= {OFF}
         switches.close()
 
 
 class Off(On):
-    """Capture is switched on again."""
+    """Capture is enabled again."""
 
-    wanted = False
+    target_state = False
 
 
 class Vanished(RunDir):
-    """A run directory vanishes while a switch is on, and its engine looks on."""
+    """A run directory vanishes while a switch is on, and its engine polls on."""
 
     def begin(self) -> None:
         super().begin()
@@ -176,7 +176,7 @@ class Vanished(RunDir):
         switches = Switches(self.run_dir, str(self.state))
         shutil.rmtree(self.run_dir, ignore_errors=True)
         prepare_run_dir(self.run_dir)
-        for _ in range(3):  # the engine looks on
+        for _ in range(3):  # the engine polls on
             assert {PAUSED} & set(switches.read())
         switches.close()
         return (self.run_dir / PAUSED).exists()
@@ -189,7 +189,7 @@ class Vanished(RunDir):
 
 
 class Order(RunDir):
-    """An order to pause reaches a trainer, whose answer holds for the next one."""
+    """A pause order reaches a trainer; its answer holds for the next one."""
 
     def act(self) -> bool:
         server = AdminSocket(self.run_dir)
@@ -210,8 +210,8 @@ class Order(RunDir):
 
     def check(self, done: bool) -> None:
         try:
-            ask_all(self.run_dir, {"do": "status"}, 1.0)
-        except NoTrainer:
+            send_to_all(self.run_dir, {"do": "status"}, 1.0)
+        except NoTrainerError:
             pass
         else:
             raise AssertionError("a dead trainer answers")
@@ -220,7 +220,7 @@ class Order(RunDir):
 
 
 class Purge(RunDir):
-    """A purge is asked for, answered by a trainer and a relay, and withdrawn."""
+    """A purge is requested, answered by a trainer and a relay, and withdrawn."""
 
     def act(self) -> bool:
         lasting = [self.state]
@@ -228,8 +228,8 @@ class Purge(RunDir):
         purge.announce_relay(self.run_dir, "e1")
         inbox = purge.PurgeInbox(self.run_dir)
         request = purge.ask(self.run_dir, 7)
-        for found in inbox.pending():
-            inbox.done(found, {"records": 1})
+        for pending in inbox.pending():
+            inbox.done(pending, {"records": 1})
         answered = purge.answers(self.run_dir, request)
         if not answered:
             return False
@@ -245,11 +245,11 @@ class Purge(RunDir):
         for request in requests:
             for counts in purge.answers(self.run_dir, request).values():
                 assert counts == {"records": 1}
-        assert not purge.live_keepers(self.run_dir, str(self.state))
+        assert not purge.live_data_holders(self.run_dir, str(self.state))
 
     def tidy(self) -> None:
         inbox = purge.PurgeInbox(self.run_dir)
-        for request in inbox.pending():  # a live keeper answers the stopped asker
+        for request in inbox.pending():  # a live data holder answers the stopped client
             inbox.done(request, {"records": 1})
             assert purge.answers(self.run_dir, request)
             purge.withdraw(self.run_dir, request)
@@ -287,13 +287,13 @@ class Events(RunDir):
 
 
 class HalvedEvents(Events):
-    """The older half of them goes."""
+    """The older half of them is removed."""
 
     most = 200
 
 
 class Log(RunDir):
-    """The log of a child is cut, and its trainer's lock taken."""
+    """The log of a child is truncated, and its trainer's lock taken."""
 
     def begin(self) -> None:
         super().begin()
@@ -308,9 +308,9 @@ class Log(RunDir):
 
         child = TrainerProcess("e1", self.run_dir, "f" * 16, SpoolConfig())
         child._launch = lambda now: None  # type: ignore[method-assign]
-        child._look()
+        child._check()
         child._next = 0.0
-        child._look()
+        child._check()
         if child._lock is None:
             return False
         try:

@@ -49,13 +49,13 @@ class Spool(Protocol):
         return EngineFolder(self.store, "e1")
 
     def tidy(self) -> None:
-        """Somebody lists the folders."""
+        """Another process lists the folders."""
         for part in ("records", "heads", "readers", "draft", ""):
             self.store.sizes(self.engine.path(part))
 
 
 class Shards(Spool):
-    """A relay writes shards behind one that is there; another one goes on."""
+    """A relay appends shards to an existing one; another relay continues."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0, 1]])
@@ -79,22 +79,22 @@ class Shards(Spool):
         writer.flush()
         state = EngineState(first_shard=writer.first, last_shard=writer.last)
         self.engine.write_state(state)
-        writer.keep_bounds(now=True)
+        writer.enforce_bounds(now=True)
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found[1] == [0, 1]
-        seeds = [found[number] for number in sorted(found)[1:]]
+        stored = seeds_in(self.store)
+        assert stored[1] == [0, 1]
+        seeds = [stored[number] for number in sorted(stored)[1:]]
         assert all(each in ([2, 3], [4]) for each in seeds)
         state = self.engine.read_state()
         if done:
             assert seeds[-2:] == [[2, 3], [4]]
-            assert state is not None and state.last_shard == max(found)
+            assert state is not None and state.last_shard == max(stored)
 
 
 class PurgedRemains(Shards):
-    """Whatever a stopped relay left, a purge of everything leaves no byte of it."""
+    """After a relay stopped anywhere, a purge of everything leaves no byte of it."""
 
     def check(self, done: bool) -> None:
         with suppress(TransportError):
@@ -104,7 +104,7 @@ class PurgedRemains(Shards):
 
 
 class OldShards(Spool):
-    """The oldest shards give way to the newest, to keep the bounds."""
+    """The oldest shards are replaced by the newest, to keep the bounds."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0], [1], [2], [3]])
@@ -116,15 +116,15 @@ class OldShards(Spool):
         return Bounds(self.store, config).enforce("e1") == 3
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert all(found[number] == [number - 1] for number in found)
-        assert {3, 4} <= set(found)
+        stored = seeds_in(self.store)
+        assert all(stored[number] == [number - 1] for number in stored)
+        assert {3, 4} <= set(stored)
         names = os.listdir(self.folder / "spool/engines/e1/records")
         assert not done or len(names) == 4
 
 
 class DeadEngine(Spool):
-    """The folder of an engine that has said nothing for the longest age goes."""
+    """The folder of an engine without a heartbeat for the maximum age is removed."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0], [1]])
@@ -137,7 +137,7 @@ class DeadEngine(Spool):
     def act(self) -> bool:
         bounds = Bounds(self.store, replace_age(60.0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spool_writer, "Freshness", Stale)
+            patch.setattr(spool_writer, "HeartbeatMonitor", Stale)
             bounds.enforce("e2")
         return not list((self.folder / "spool/engines").glob("e1/*"))
 
@@ -149,8 +149,8 @@ class DeadEngine(Spool):
         self.act()
 
 
-class Stale(spool_writer.Freshness):
-    """A word that has not changed for ever."""
+class Stale(spool_writer.HeartbeatMonitor):
+    """Simulate a heartbeat that has not changed for ever."""
 
     fresh = False  # type: ignore[assignment]
 
@@ -164,7 +164,7 @@ def of_tenant(seed: int, tenant: int) -> np.ndarray:
 
 
 class TenantPurge(Spool):
-    """A purge of one tenant's records takes those of no other."""
+    """A purge of one tenant's records removes no other."""
 
     def begin(self) -> None:
         writer = writer_of(self.store)
@@ -178,17 +178,17 @@ class TenantPurge(Spool):
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found.pop(1) == [0] and found.pop(3) == [2]
-        assert found.items() <= {2: [1], 4: [3]}.items()
+        stored = seeds_in(self.store)
+        assert stored.pop(1) == [0] and stored.pop(3) == [2]
+        assert stored.items() <= {2: [1], 4: [3]}.items()
         if done:
-            assert not found
+            assert not stored
             names = os.listdir(self.folder / "spool/engines/e1/records")
             assert len(names) == 4
 
 
 class PurgedRelay(Spool):
-    """A relay forgets a tenant's records, also of a shard that lies half written."""
+    """A relay forgets a tenant's records, also of a half-written shard."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0]])
@@ -212,10 +212,10 @@ class PurgedRelay(Spool):
         return True
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        assert found.pop(1) == [0]
-        assert all(seeds in ([1, 2], [2]) for seeds in found.values())
-        assert not done or [1, 2] not in found.values()
+        stored = seeds_in(self.store)
+        assert stored.pop(1) == [0]
+        assert all(seeds in ([1, 2], [2]) for seeds in stored.values())
+        assert not done or [1, 2] not in stored.values()
 
 
 class Draft(Spool):
@@ -233,7 +233,7 @@ class Draft(Spool):
         return self.again()
 
     def again(self) -> bool:
-        """The same draft is sent once more."""
+        """The same draft is sent again."""
         if not hasattr(self, "_next"):
             return self.act()
         self.engine.write_draft(self._next)
@@ -247,7 +247,7 @@ class Draft(Spool):
 
 
 class Reader(Spool):
-    """A trainer reads an engine's shards, sends a draft, and the next one goes on."""
+    """A trainer reads an engine's shards, sends a draft, and the next one continues."""
 
     def begin(self) -> None:
         toy = ToyEngine(self.folder / "toy")
@@ -265,7 +265,7 @@ class Reader(Spool):
         if not hasattr(self, "_feed"):
             return self.act()
         feed = self._feed
-        for _ in range(4):  # three looks at a shard that cannot be read
+        for _ in range(4):  # three reads of a shard that cannot be read
             feed.heartbeat()
         for record in feed.read(3):
             want = make_record(SPEC, record.draft_version)
@@ -275,7 +275,7 @@ class Reader(Spool):
             feed.publish(tensors, version=self._version, parent_version=0, meta={})
         feed.heartbeat()
         feed.close()
-        feed._closing.clear()  # it is asked again where its last word failed
+        feed._closing.clear()  # it is asked again where its last write failed
         return feed._pending is None and not feed._failing
 
     def check(self, done: bool) -> None:
@@ -309,8 +309,8 @@ class Relayed(Spool):
         return state is not None and not state.running
 
     def check(self, done: bool) -> None:
-        found = seeds_in(self.store)
-        seeds = [seed for number in sorted(found) for seed in found[number]]
+        stored = seeds_in(self.store)
+        seeds = [seed for number in sorted(stored) for seed in stored[number]]
         assert seeds == sorted(set(seeds))
         assert set(seeds) <= set(range(4))
         with suppress(publication.WeightsRefused):

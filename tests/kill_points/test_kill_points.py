@@ -28,7 +28,7 @@ SAMPLE = 2
 
 @pytest.fixture
 def folder():
-    # In memory: a process that is killed loses nothing that it gave to the system.
+    # In memory: a killed process loses nothing that it gave to the system.
     made = Path(tempfile.mkdtemp(prefix="kill_points_", dir=SHM_DIR))
     yield made / "world"
     shutil.rmtree(made)
@@ -40,7 +40,7 @@ def violations(kind: type[Protocol], folder: Path, points: list[Point]) -> list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROTOCOLS, ids=lambda kind: kind.__name__)
-def test_a_few_points_of_each_protocol(kind, folder):
+def test_some_points_of_each_protocol(kind, folder):
     points = points_of(kind, folder)
     step = max(1, len(points) // SAMPLE)
     assert violations(kind, folder, points[step // 2 :: step]) == []

@@ -39,7 +39,7 @@ def tensors_of(version: int) -> dict[str, Tensor]:
 
 
 class Stored(Protocol):
-    """A trainer stores a draft, the oldest one goes, and a bad one is dropped."""
+    """A trainer stores a draft, the oldest one is removed, and a bad one is dropped."""
 
     def begin(self) -> None:
         for version in (1, 2, 3):
@@ -74,7 +74,7 @@ def step_of(seed: int):
 
 
 class Checkpoint(Protocol):
-    """A trainer writes its state, two of which are kept; the next one reads it."""
+    """A trainer writes its state, of which two are stored; the next one reads it."""
 
     def begin(self) -> None:
         for steps in (1, 2):
@@ -119,20 +119,22 @@ class Saved(Models):
 
     def check(self, done: bool) -> None:
         assert read_config(self.draft)["hidden_size"] == HIDDEN
-        found = read_tensors(self.draft)["fc.weight"]
-        wanted = [TOY.draft(seed).named_tensors()["fc.weight"] for seed in (0, 1)]
+        weight = read_tensors(self.draft)["fc.weight"]
+        expected = [TOY.draft(seed).named_tensors()["fc.weight"] for seed in (0, 1)]
         assert (
-            torch.equal(found, wanted[1]) or not done and torch.equal(found, wanted[0])
+            torch.equal(weight, expected[1])
+            or not done
+            and torch.equal(weight, expected[0])
         )
 
     def tidy(self) -> None:
-        """Its owner writes it again; a private file that a killed one left stays."""
+        """Its user writes it again; a private file of a killed one stays."""
         for path in self.draft.glob(".tide-*.tmp"):
             path.unlink()
 
 
 class Fresh(Models):
-    """A server builds its first draft, or finds it."""
+    """A server builds its first draft, or reads it."""
 
     def act(self) -> bool:
         fresh_directory(self.target, FreshConfig(), torch.float32, self._cache)
@@ -159,7 +161,7 @@ class Fresh(Models):
 
 
 class Exported(Models):
-    """A draft is exported into a folder of its own, whole or not at all."""
+    """A draft is exported into a separate folder, whole or not at all."""
 
     def act(self) -> bool:
         if (self.folder / "export").exists():
@@ -176,13 +178,13 @@ class Exported(Models):
             assert read_tensors(folder)["fc.weight"].isfinite().all()
 
     def tidy(self) -> None:
-        """Its user removes what a killed export has left beside."""
+        """Its user removes the files of a killed export."""
         for path in self.folder.glob(".export-*"):
             shutil.rmtree(path)
 
 
 class RolledBack(Models):
-    """An operator goes back to the draft before, while no trainer runs."""
+    """An operator rolls back to the previous draft, while no trainer runs."""
 
     def begin(self) -> None:
         super().begin()
@@ -215,8 +217,8 @@ class RolledBack(Models):
         return master_of(self._segment.read())
 
     def _holds(self, live: Mapping[str, Tensor], version: int) -> bool:
-        wanted = self._tensors(version)["fc.weight"]
-        return torch.equal(live["fc.weight"], wanted)
+        expected = self._tensors(version)["fc.weight"]
+        return torch.equal(live["fc.weight"], expected)
 
     def act(self) -> bool:
         if self._holds(self._live(), 2):
@@ -226,7 +228,7 @@ class RolledBack(Models):
     def check(self, done: bool) -> None:
         live, newest = self._live(), self._store().newest()
         assert self._holds(live, 1) or not done and self._holds(live, 2)
-        if self._holds(live, 1):  # what the next server begins with
+        if self._holds(live, 1):  # the draft that the next server begins with
             assert newest is not None and newest.version == 1
 
     def close(self) -> None:

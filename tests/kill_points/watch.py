@@ -1,4 +1,4 @@
-"""The operations of a process on files and shared memory, and one fault among them.
+"""The operations of a process on files and shared memory, with one fault among them.
 
 `Watch.install` replaces Python's functions on files, the writing end of the ring and
 the memory of segments for the rest of a process, which is a fork made for that. An
@@ -34,7 +34,7 @@ FAULTS = {
 }
 """What may happen to an operation: a store to memory cannot fail."""
 
-# Functions of `os`, by the argument that says where: a path or a descriptor.
+# Functions of `os`, by the argument with the place: a path or a descriptor.
 _FUNCTIONS = {
     **dict.fromkeys(("unlink", "remove", "rmdir", "mkdir", "chmod"), (CHANGE, 0)),
     **dict.fromkeys(("utime", "truncate", "fsync", "ftruncate"), (CHANGE, 0)),
@@ -64,7 +64,7 @@ class Watch:
         self._at = -1
 
     def meet(self, kind: str, where: Any = None, folder: int | None = None) -> str:
-        """Count an operation; return "torn" or "short" where half of it is to be done.
+        """Count an operation; return "torn" or "short" if half of it is to be done.
 
         Args:
             where: Path or descriptor; None is one that is watched in any case.
@@ -95,7 +95,7 @@ class Watch:
         return f"{path}/".startswith(self._root)
 
     def install(self) -> None:
-        """Watch this process for the rest of its life."""
+        """Watch this process until it ends."""
         for name, (kind, place) in _FUNCTIONS.items():
             self._wrap(os, name, kind, place)
         for name in ("shm_create", "shm_open", "shm_unlink"):
@@ -179,10 +179,10 @@ class Watch:
             raw = _File(self, file, mode.replace("t", "").replace("b", ""), closefd)
             if buffering == 0:
                 return raw
-            held = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+            buffered = io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
             if "b" in mode:
-                return held
-            return io.TextIOWrapper(held, encoding, errors, newline)
+                return buffered
+            return io.TextIOWrapper(buffered, encoding, errors, newline)
 
         io.open = builtins.open = watched_open
 
@@ -193,10 +193,10 @@ class Watch:
             real_init(segment, *args, **more)
             segment.buf = _Memory.of(self, segment.buf)  # type: ignore[assignment]
 
-        def watched_write(buf: Any, fd: int, *rest: Any) -> None:
-            """Line by line, the frame's first one and the words of page 1 last."""
+        def watched_write(buf: Any, fd: int, *arguments: Any) -> None:
+            """Write line by line; the frame's first and the atomics of page 1 last."""
             after = np.array(buf)
-            real_write(after, fd, *rest)
+            real_write(after, fd, *arguments)
             shown, after = (
                 np.asarray(b).reshape(-1, _LINE_BYTES) for b in (buf, after)
             )
@@ -215,7 +215,7 @@ class Watch:
 
 
 class _Entries:
-    """What `os.scandir` gives, sorted: the same operations each time."""
+    """Return sorted results of `os.scandir`: the same operations each time."""
 
     def __init__(self, entries: list[os.DirEntry[str]]) -> None:
         self._entries = iter(entries)

@@ -1,4 +1,4 @@
-"""The index finds what a search of the whole text finds, and nothing of anybody."""
+"""The index equals a search of the whole text, without other requests' tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ K = 4
 
 
 def text_of(rows: list[list[int]], new: list[list[int]], width: int = 4096) -> Text:
-    """The runner's table of tokens, full of another's beyond each text."""
+    """Return the runner's token table, with other tokens beyond each text."""
     table = np.full((len(rows), width), 7, np.int32)
     late = np.full((len(rows), max(map(len, new), default=0) + 1), -1)
     for i, (row, fresh) in enumerate(zip(rows, new, strict=True)):
@@ -24,7 +24,7 @@ def text_of(rows: list[list[int]], new: list[list[int]], width: int = 4096) -> T
 
 
 def search(text: list[int]) -> tuple[list[int], int]:
-    """The same by brute force: longest suffix of the orders, its latest occurrence."""
+    """Search by brute force: longest suffix of the orders, its latest occurrence."""
     for order in (8, 5, 3):
         for end in range(len(text) - 1, order - 1, -1):
             if text[end - order : end] != text[-order:]:
@@ -43,8 +43,8 @@ streams = st.lists(st.integers(0, 3), min_size=1, max_size=120)
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(streams, min_size=1, max_size=3), st.integers(1, 5))
-def test_it_finds_what_a_search_of_the_whole_text_finds(texts, step):
-    """Requests of one batch that grow by up to `step` tokens between two looks."""
+def test_it_equals_a_search_of_the_whole_text(texts, step):
+    """Requests of one batch grow by up to `step` tokens between two searches."""
     index = NgramIndex(8, 4096, K)
     slots = np.array([5, 0, 2])[: len(texts)]
     upto = [1] * len(texts)
@@ -59,28 +59,28 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(texts, step):
         upto = grown
         tokens, match = index.propose(slots, text_of(known, fresh))
         for i, text in enumerate(texts):
-            wanted = search(text[: upto[i]])
-            assert (tokens[i].tolist(), int(match[i])) == wanted
+            expected = search(text[: upto[i]])
+            assert (tokens[i].tolist(), int(match[i])) == expected
 
 
-def test_a_long_text_is_indexed_in_pieces_and_found_whole():
+def test_a_long_text_is_indexed_in_pieces():
     random = np.random.default_rng(1)
     text = random.integers(0, 50_000, 32_000).tolist()
     text += text[100:120]
     index = NgramIndex(1, 32_768, K)
-    found = []
+    matches = []
     for _ in range(8):  # some thousand tokens of it in each
         view = text_of([text], [[]], len(text))
         tokens, match = index.propose(np.zeros(1, np.int64), view)
-        found.append((tokens[0].tolist(), int(match[0])))
+        matches.append((tokens[0].tolist(), int(match[0])))
     # The first piece has it already; so does the whole.
-    assert found[0] == found[-1] == (text[120 : 120 + K], 16)
+    assert matches[0] == matches[-1] == (text[120 : 120 + K], 16)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_the_next_request_of_a_slot_is_never_offered_the_former_s_tokens(data):
-    """Planted tokens, reset or not: what is proposed is read from the own text."""
+def test_a_slots_next_request_gets_no_tokens_of_the_previous_one(data):
+    """With planted tokens, reset or not: proposals are read from the own text."""
     index = NgramIndex(2, 4096, K)
     former = data.draw(st.lists(st.integers(100, 103), min_size=20, max_size=80))
     slot = np.zeros(1, np.int64)
@@ -89,7 +89,7 @@ def test_the_next_request_of_a_slot_is_never_offered_the_former_s_tokens(data):
         index.begin(0)
     own = data.draw(st.lists(st.integers(100, 107), min_size=3, max_size=60))
     for upto in range(3, len(own) + 1):
-        # The runner's table still holds the former's tokens beyond the own text.
+        # The runner's table still has the previous tokens beyond the own text.
         table = np.array([[*own[:upto], *former]], np.int32)
         none = np.zeros((1, 1), np.int64)
         view = Text(table, np.array([upto]), none, np.zeros(1, np.int64))
@@ -104,7 +104,7 @@ def test_the_next_request_of_a_slot_is_never_offered_the_former_s_tokens(data):
 @pytest.mark.parametrize(
     ("slot", "known", "count"), [(2, 1, 1), (-1, 1, 1), (0, 140, 5), (0, 1, 3)]
 )
-def test_what_lies_outside_of_the_index_is_refused(slot, known, count):
+def test_positions_outside_of_the_index_are_refused(slot, known, count):
     index, new = NgramIndex(2, 128, K), np.ones((1, 2), np.int64)
     table = np.ones((1, 144), np.int32)
     with pytest.raises((ValueError, IndexError)):

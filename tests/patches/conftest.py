@@ -1,4 +1,4 @@
-"""The made-up vLLM that the tests of the patch tool change."""
+"""The synthetic vLLM that the tests of the patch tool change."""
 
 from __future__ import annotations
 

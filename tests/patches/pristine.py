@@ -1,4 +1,4 @@
-"""An unpatched vLLM beside the patched one: links, and originals of what differs."""
+"""An unpatched vLLM next to the patched one: links, and originals of patched files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_pristine(folder: Path) -> Path:
                 (folder / path).symlink_to(child)
 
     mirror("vllm")
-    # importlib.metadata must find the version beside the package.
+    # importlib.metadata must find the version next to the package.
     for info in target.glob("vllm*.dist-info"):
         if "tide" not in info.name:
             (folder / info.name).symlink_to(info)

@@ -1,4 +1,4 @@
-"""Runs vLLM offline with an EAGLE-3 draft and reports what it did, as JSON.
+"""Run vLLM offline with an EAGLE-3 draft and report its outputs as JSON.
 
 Argument: JSON with target, draft, and optionally "runner": "v2".
 """

@@ -1,4 +1,4 @@
-"""Samples one prompt many times offline, with or without a draft; prints JSON.
+"""Sample one prompt many times offline, with or without a draft; print JSON.
 
 Argument: JSON with target, draft (path or null), num_samples, seed and sampling.
 """

@@ -1,4 +1,4 @@
-"""What `patch check` finds, and what no patch may say."""
+"""Findings of `patch check`, and forbidden content of patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_tide.cli.main import main
 from vllm_tide.patching import PatchError, PatchState
 
 
-def test_hunk_that_fits_in_two_places_is_refused(world: World) -> None:
+def test_a_hunk_that_fits_in_two_places_is_refused(world: World) -> None:
     patch = patching.load_series(world.patches)[1]
     hunks = patch.hunks["vllm/a.py"]
     lines = b"".join(hunks[0].before)
@@ -34,7 +34,7 @@ def test_hunk_that_fits_in_two_places_is_refused(world: World) -> None:
         "diff --git a/vllm/n.py b/vllm/n.py\n@@ -1 +1 @@\n-a\n+b\n" * 2,
     ],
 )
-def test_what_the_law_forbids_does_not_parse(diff: str) -> None:
+def test_forbidden_content_does_not_parse(diff: str) -> None:
     with pytest.raises(PatchError):
         patching.parse_patch("p", (HEADER + diff).encode())
 

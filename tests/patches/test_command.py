@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
-def test_vllm_command_says_the_packages_version():
+def test_the_vllm_command_has_the_packages_version():
     vllm = Path(sys.executable).with_name("vllm")
     done = subprocess.run(
         [str(vllm), "--version"], capture_output=True, text=True, timeout=280

@@ -55,7 +55,7 @@ def test_expand_equals_a_reference(
         for value, count in zip(values.tolist(), counts, strict=True)
         for _ in range(count)
     ]
-    # Poisoned, so that memory left alone cannot look right.
+    # Poisoned, so that memory without a write cannot look right.
     output = torch.full((sum(counts),), -99, dtype=dtype)
     before = values.clone()
     kernels._expand_kernel_impl(output, values, ends, *replace, MAX_NUM_TOKENS=32)
@@ -107,7 +107,7 @@ def test_placeholder_is_rejected_whatever_lies_before_the_row(
 
     assert sample([-1, 1]) == [6, -1, -1]
     assert sample([0, -1]) == [0, 6, -1]
-    # Token 0 is what a clamped placeholder would be, and row 0 likes it.
+    # Token 0 is what a clamped placeholder would be, and row 0 prefers it.
     assert sample([-1]) == [6, -1]
     assert sample([0, 1]) == [0, 1, 7]
 
@@ -144,27 +144,27 @@ def test_top_k_accepts_a_step_without_draft_rows(kernels: Any) -> None:
     nothing = apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
     assert nothing.shape == (0, 8)
     rows = torch.arange(8.0).repeat(2, 1)
-    kept = apply_top_k_only(rows, torch.tensor([2, 8])).isfinite().sum(-1)
-    assert kept.tolist() == [2, 8]
+    num_finite = apply_top_k_only(rows, torch.tensor([2, 8])).isfinite().sum(-1)
+    assert num_finite.tolist() == [2, 8]
 
 
 def chi_square_p(a: list[int], b: list[int]) -> float:
-    """Two-sample chi-square, rare tokens put together; the p-value."""
+    """Return the p-value of a two-sample chi-square, with rare tokens combined."""
     from scipy.stats import chi2_contingency
 
     one, two = Counter(a), Counter(b)
     common = [t for t in one | two if one[t] + two[t] >= 16]
     rows = [[one[t], two[t]] for t in common]
-    rest = [len(a) - sum(r[0] for r in rows), len(b) - sum(r[1] for r in rows)]
-    if sum(rest) >= 16:
-        rows.append(rest)
+    others = [len(a) - sum(r[0] for r in rows), len(b) - sum(r[1] for r in rows)]
+    if sum(others) >= 16:
+        rows.append(others)
     return 1.0 if len(rows) < 2 else float(chi2_contingency(rows).pvalue)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(len(SAMPLING)))
-def test_speculation_does_not_change_what_is_sampled(
+def test_speculation_keeps_the_distribution_of_samples(
     samples: list[Any], number: int
 ) -> None:
     plain, speculative = samples[number]

@@ -1,4 +1,4 @@
-"""The patch tool on a made-up vLLM: states, exactness, atomicity, known traps."""
+"""The patch tool on a synthetic vLLM: states, exactness, atomicity, known traps."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_apply_without_git_on_the_machine(world: World) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_hunk_that_does_not_fit_leaves_everything_untouched(world: World) -> None:
+def test_a_hunk_that_does_not_fit_leaves_everything_untouched(world: World) -> None:
     before = world.files()
-    # The first patch fits, the second does not; the manifest knows the file.
+    # The first patch fits, the second does not; the manifest has the file.
     path = world.patches / "vllm-0.32.0" / "edit-number-1.patch"
     path.write_text(path.read_text().replace(" line 10\n", " line ten\n"))
     with pytest.raises(PatchError, match="edit-number-1 does not fit vllm/a.py"):
@@ -108,7 +108,7 @@ CHANGES = [
 
 
 def stop(world: World, action: str, how: str, moment: int) -> tuple[int, str]:
-    """Runs an action up to one of its changes of files.
+    """Run an action up to one of its changes of files.
 
     Args:
         how: `kill` it there, `tear` (empty) the file it opens there and kill it, or
@@ -116,7 +116,7 @@ def stop(world: World, action: str, how: str, moment: int) -> tuple[int, str]:
 
     Returns:
         9 if it was killed, 5 if it failed, 8 if it went on, 0 if it has fewer changes;
-        and what it said.
+        and its output.
     """
     done = subprocess.run(
         [sys.executable, "-c", STOP, action, str(world.site), str(world.patches)]
@@ -135,7 +135,7 @@ def contents(world: World, without: str = "__pycache__") -> dict[str, bytes]:
 
 
 def begun(world: World, begin: str) -> dict[str, bytes]:
-    """Brings a vLLM to where a change begins; returns its pristine files."""
+    """Bring a vLLM to the start of a change and return its pristine files."""
     before = world.files()
     if begin != "pristine":
         world.apply()
@@ -154,7 +154,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def seen(world: World, before: dict[str, bytes]) -> PatchState:
-    """State as the content of the files has it."""
+    """Return the state by the content of the files."""
     now = {path: (world.site / path).read_bytes() for path in world.expected}
     if now == world.expected:
         return PatchState.APPLIED
@@ -162,7 +162,7 @@ def seen(world: World, before: dict[str, bytes]) -> PatchState:
 
 
 def check_repairs(world: World, before: dict[str, bytes]) -> None:
-    """Either action repairs an interrupted change, and leaves nothing behind."""
+    """Assert that either action repairs an interrupted change and leaves no files."""
     half = world.site.parent / "half"
     copy(world.site, half)
     assert world.revert() is PatchState.ABSENT
@@ -178,12 +178,12 @@ def check_repairs(world: World, before: dict[str, bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "tear"])
 @pytest.mark.parametrize(("begin", "action"), CHANGES)
-def test_an_end_at_any_change_of_a_file_is_named_and_repaired(
+def test_a_kill_at_any_change_of_a_file_is_named_and_repaired(
     world: World, begin: str, action: str, how: str
 ) -> None:
     before = begun(world, begin)
-    kept, states = world.site.parent / "kept", []
-    copy(world.site, kept)
+    saved, states = world.site.parent / "kept", []
+    copy(world.site, saved)
     for moment in range(100):
         code, _ = stop(world, action, how, moment)
         if code == 0:
@@ -193,26 +193,26 @@ def test_an_end_at_any_change_of_a_file_is_named_and_repaired(
         assert states[-1] is seen(world, before)
         for name in ("a", "b", "c"):
             same = (world.package / f"{name}.py").read_bytes() == (
-                kept / "vllm" / f"{name}.py"
+                saved / "vllm" / f"{name}.py"
             ).read_bytes()
             cached = world.package / "__pycache__" / f"{name}.cpython-311.pyc"
             assert same or not cached.exists()
         check_repairs(world, before)
-        copy(kept, world.site)
+        copy(saved, world.site)
     assert len(states) >= (2 if how == "tear" else 6)
     assert how == "tear" or PatchState.STALE in states
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("begin", "action"), CHANGES)
-def test_a_failure_at_any_change_of_a_file_is_one_sentence(
+def test_a_failure_at_any_change_of_a_file_gives_one_line(
     world: World, begin: str, action: str
 ) -> None:
     before = begun(world, begin)
-    kept, start, sentences = world.site.parent / "kept", world.status(), set()
-    copy(world.site, kept)
+    saved, start, sentences = world.site.parent / "kept", world.status(), set()
+    copy(world.site, saved)
     for moment in range(100):
-        code, said = stop(world, action, "fail", moment)
+        code, output = stop(world, action, "fail", moment)
         if code == 0:
             break
         assert world.status() is seen(world, before)
@@ -222,22 +222,22 @@ def test_a_failure_at_any_change_of_a_file_is_one_sentence(
             assert world.status() is (
                 PatchState.APPLIED if action == "apply" else PatchState.ABSENT
             )
-        elif "restored to pristine" in said:
+        elif "restored to pristine" in output:
             assert world.status() is PatchState.ABSENT
-        elif "the user who installed" in said:
+        elif "the user who installed" in output:
             assert world.status() is start
         else:
-            assert "either repairs it first" in said
+            assert "either repairs it first" in output
             assert action == "revert"
         if code == 5:
-            assert said.count("\n") == 1
-            sentences.add(said.partition("(")[0].split()[0])
+            assert output.count("\n") == 1
+            sentences.add(output.partition("(")[0].split()[0])
         check_repairs(world, before)
-        copy(kept, world.site)
+        copy(saved, world.site)
     assert sentences == {"Cannot", "Changing"}
 
 
-def test_foreign_edit_is_refused_and_kept(world: World) -> None:
+def test_a_foreign_edit_is_refused_and_left_alone(world: World) -> None:
     (world.package / "b.py").write_text("mine\n")
     before = world.files()
     assert world.status() is PatchState.FOREIGN
@@ -255,7 +255,7 @@ def test_foreign_edit_is_refused_and_kept(world: World) -> None:
     assert (world.package / "a.py").read_text().endswith("mine\n")
 
 
-def test_edits_of_untouched_files_are_none_of_our_business(world: World) -> None:
+def test_edits_of_unpatched_files_are_ignored(world: World) -> None:
     world.apply()
     (world.package / "c.py").write_text("mine\n")
     assert world.status() is PatchState.APPLIED
@@ -263,7 +263,7 @@ def test_edits_of_untouched_files_are_none_of_our_business(world: World) -> None
     assert (world.package / "c.py").read_text() == "mine\n"
 
 
-def test_new_series_replaces_an_older_one(world: World) -> None:
+def test_a_new_series_replaces_an_older_one(world: World) -> None:
     before = world.files()
     world.apply()
     world.write_series({"b.py": {2: "second series\n"}, "c.py": {3: "third\n"}})
@@ -274,7 +274,7 @@ def test_new_series_replaces_an_older_one(world: World) -> None:
     assert world.files() == before
 
 
-def test_a_package_that_was_reinstalled_or_half_of_it_is_repaired(world: World) -> None:
+def test_a_reinstalled_or_half_reinstalled_package_is_repaired(world: World) -> None:
     for names, state in ((("b.py",), "STALE"), (("a.py", "b.py"), "ABSENT")):
         world.apply()
         for name in names:
@@ -283,7 +283,7 @@ def test_a_package_that_was_reinstalled_or_half_of_it_is_repaired(world: World) 
         assert world.apply() is PatchState.APPLIED
 
 
-def test_lost_originals_are_one_sentence(
+def test_lost_originals_give_one_line(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.apply()
@@ -293,11 +293,11 @@ def test_lost_originals_are_one_sentence(
         world.revert()
     places = ["--target", str(world.site), "--patches", str(world.patches)]
     assert main(["patch", "check", *places]) != 0
-    said = capsys.readouterr()
-    assert "saved original of vllm/a.py is gone" in said.out + said.err
+    output = capsys.readouterr()
+    assert "saved original of vllm/a.py is gone" in output.out + output.err
 
 
-def test_hard_linked_package_cache_is_not_written_through(world: World) -> None:
+def test_a_hard_linked_package_cache_is_not_written_through(world: World) -> None:
     cache = world.site.parent / "cache.py"
     os.link(world.package / "a.py", cache)
     world.apply()
@@ -305,7 +305,7 @@ def test_hard_linked_package_cache_is_not_written_through(world: World) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.32.0rc1"])
-def test_other_versions_are_refused_in_one_sentence(
+def test_other_versions_are_refused_in_one_line(
     tmp_path: Path, version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(tmp_path, version)
@@ -341,7 +341,7 @@ def test_two_releases_in_one_folder_are_refused(world: World) -> None:
         world.apply()
 
 
-def test_a_patched_release_that_pip_replaced_by_another_is_patched_anew(
+def test_a_release_that_pip_replaced_is_patched_again(
     world: World,
 ) -> None:
     world.apply()

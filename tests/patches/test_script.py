@@ -1,4 +1,4 @@
-"""`scripts/patches.sh` and `scripts/fetch_vllm.py` on a made-up vLLM, offline."""
+"""`scripts/patches.sh` and `scripts/fetch_vllm.py` on a synthetic vLLM, offline."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Checkout(World):
                 archive.add(folder / "vllm", f"vllm-{version}/vllm")
 
     def change(self, name: str, lines: dict[int, str]) -> None:
-        """Writes a file of 0.33.0: 0.32.0's with some lines (1-based) replaced."""
+        """Write a file of 0.33.0: 0.32.0's with some lines (1-based) replaced."""
         text = [lines.get(at, line) for at, line in enumerate(LINES, 1)]
         (self.newer / "vllm" / name).write_text("".join(text))
         self.pack()
 
-    def run(self, *words: str) -> tuple[int, list[str]]:
+    def run(self, *args: str) -> tuple[int, list[str]]:
         done = subprocess.run(
-            ["bash", str(self.root / "scripts" / "patches.sh"), *words, str(self.tree)],
+            ["bash", str(self.root / "scripts" / "patches.sh"), *args, str(self.tree)],
             env=os.environ
             | {"PYTHON": sys.executable, "TIDE_VLLM_ARCHIVES": str(self.archives)},
             capture_output=True,
@@ -75,8 +75,8 @@ class Checkout(World):
         assert not done.stderr or done.returncode, done.stderr
         return done.returncode, (done.stdout + done.stderr).splitlines()
 
-    def git(self, *words: str) -> str:
-        command = ["git", "-C", str(self.tree), *words]
+    def git(self, *args: str) -> str:
+        command = ["git", "-C", str(self.tree), *args]
         return subprocess.run(
             command, capture_output=True, text=True, check=True
         ).stdout.strip()
@@ -91,7 +91,7 @@ def world(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_import_and_export_change_nothing_but_what_was_edited(world: Checkout) -> None:
+def test_import_and_export_change_only_edited_files(world: Checkout) -> None:
     before = world.committed()
     assert world.run("import")[0] == 0
     assert world.git("rev-list", "--count", "wheel..HEAD") == "2"
@@ -100,8 +100,8 @@ def test_import_and_export_change_nothing_but_what_was_edited(world: Checkout) -
     file = world.tree / "vllm" / "b.py"
     file.write_text(file.read_text().replace("two", "three"))
     world.git("commit", "--quiet", "--all", "--amend", "--no-edit")
-    code, said = world.run("export")
-    assert (code, said[-1]) == (0, "patch check: 0 problems")
+    code, output = world.run("export")
+    assert (code, output[-1]) == (0, "patch check: 0 problems")
     assert world.apply().value == "applied"
     assert b"three\n" in (world.package / "b.py").read_bytes()
 
@@ -124,14 +124,14 @@ def test_import_and_export_change_nothing_but_what_was_edited(world: Checkout) -
         ),
     ],
 )
-def test_rebase_names_where_each_patch_lies(
+def test_rebase_reports_each_patch(
     world: Checkout, lines: dict[int, str], verdicts: list[str]
 ) -> None:
     world.change("a.py", lines)
-    code, said = world.run("rebase", "0.33.0")
+    code, output = world.run("rebase", "0.33.0")
     names = ["edit-number-0", "edit-number-1"]
-    assert said[-3:-1] == [f"{x}: {y}" for x, y in zip(names, verdicts, strict=True)]
-    assert said[-1] == "vLLM 0.32.0 to 0.33.0: 2 of 2 patches fit"
+    assert output[-3:-1] == [f"{x}: {y}" for x, y in zip(names, verdicts, strict=True)]
+    assert output[-1] == "vLLM 0.32.0 to 0.33.0: 2 of 2 patches fit"
     assert code == 0
     moved = world.git("show", "patches-0.33.0:vllm/a.py").splitlines()
     assert {"added", "changed", "second"} <= set(moved)
@@ -140,23 +140,23 @@ def test_rebase_names_where_each_patch_lies(
 
 
 @pytest.mark.nightly
-def test_rebase_names_the_files_of_a_conflict_and_goes_on(world: Checkout) -> None:
+def test_rebase_names_the_files_of_a_conflict_and_continues(world: Checkout) -> None:
     before = world.committed()
     world.change("a.py", {30: "rewritten upstream\n"})
     for _ in range(2):  # It may be run again.
-        code, said = world.run("rebase", "0.33.0")
+        code, output = world.run("rebase", "0.33.0")
         assert code == 1
-        assert "edit-number-0: conflict in vllm/a.py" in said
-        assert said[-1] == "vLLM 0.32.0 to 0.33.0: 1 of 2 patches fit"
+        assert "edit-number-0: conflict in vllm/a.py" in output
+        assert output[-1] == "vLLM 0.32.0 to 0.33.0: 1 of 2 patches fit"
     assert world.git("rev-list", "--count", "vllm-0.33.0..patches-0.33.0") == "1"
     (world.newer / "vllm" / "b.py").unlink()
-    # Git would take a like file for the one that is gone.
+    # Git would take a similar file for the removed one.
     (world.newer / "vllm" / "c.py").write_text("")
     world.change("a.py", {})
-    code, said = world.run("rebase", "0.33.0")
+    code, output = world.run("rebase", "0.33.0")
     assert code == 1
-    assert said[-3] == "edit-number-0: applies"
-    assert said[-2].startswith("edit-number-1: conflict in vllm/b.py")
+    assert output[-3] == "edit-number-0: applies"
+    assert output[-2].startswith("edit-number-1: conflict in vllm/b.py")
     assert world.committed() == before
 
 
@@ -169,21 +169,21 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes, digest: str) -> No
         )
         return SimpleNamespace(version=version, link=link)
 
-    found = [candidate("0.35.0", wheel=False), candidate("0.34.0", wheel=True)]
+    candidates = [candidate("0.35.0", wheel=False), candidate("0.34.0", wheel=True)]
     response = SimpleNamespace(raise_for_status=lambda: None, content=content)
     command = SimpleNamespace(
-        parse_args=lambda words: (None, words),
+        parse_args=lambda args: (None, args),
         get_default_session=lambda _: SimpleNamespace(get=lambda _: response),
         main_context=nullcontext,
         _build_package_finder=lambda **_: SimpleNamespace(
-            find_all_candidates=lambda _: found
+            find_all_candidates=lambda _: candidates
         ),
     )
     module = SimpleNamespace(create_command=lambda _: command, PipError=RuntimeError)
     monkeypatch.setattr(fetch_vllm, "import_module", lambda _: module)
 
 
-def test_fetched_archive_must_have_the_hash_of_the_index(
+def test_a_fetched_archive_must_have_the_hash_of_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_pip(monkeypatch, b"sources", hashlib.sha256(b"others").hexdigest())

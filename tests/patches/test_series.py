@@ -1,4 +1,4 @@
-"""The committed series keeps the law, and the commands work without heavy imports."""
+"""The committed series follows the rules; the commands have no heavy imports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FIELDS = "Why", "Why-Not-Plugin", "Neutral-When", "Guarded-By", "Forwarded", "Dr
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_every_patch_keeps_the_law(patch: patching.Patch) -> None:
+def test_every_patch_follows_the_rules(patch: patching.Patch) -> None:
     mail, _, body = patch.header.partition("\n\n")
     subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", mail, re.M)
     assert subject is not None
-    words = " ".join(subject[1].split()).lower()
-    assert re.sub(r"[^a-z0-9]+", "-", words).strip("-") == patch.name
+    text = " ".join(subject[1].split()).lower()
+    assert re.sub(r"[^a-z0-9]+", "-", text).strip("-") == patch.name
     body = re.sub(r"[ \t]*\n[ \t]+", " ", body)
     fields = dict(re.findall(r"^([A-Z][A-Za-z-]+):[ \t]+(.*)$", body, re.M))
     assert all(fields.get(name) for name in FIELDS)
@@ -43,7 +43,7 @@ def test_series_names_each_file_once() -> None:
     assert sorted(names) == sorted(path.stem for path in files)
 
 
-def test_manifest_is_of_this_series() -> None:
+def test_the_manifest_is_of_this_series() -> None:
     manifest = patching.load_manifest(ROOT / "patches")
     assert manifest["patches"] == {patch.name: patch.sha256 for patch in PATCHES}
     assert manifest["files"].keys() == {path for p in PATCHES for path in p.hunks}
@@ -70,7 +70,7 @@ def test_patch_command_imports_neither_torch_nor_vllm_nor_numpy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_ledger_names_every_patch_and_no_other() -> None:
+def test_the_ledger_names_every_patch_and_no_other() -> None:
     rows = (ROOT / "patches" / "README.md").read_text().splitlines()
     start = rows.index("## Ledger")
     names = [row.split("`")[1] for row in rows[start:] if row.startswith("| `")]

@@ -1,4 +1,4 @@
-"""An unpatched vLLM that is given a `tide` section says what to do, in one sentence."""
+"""An unpatched vLLM with a `tide` section gives the command to run, in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_tide.engine.unpatched import SENTENCE
 
 ROOT = Path(__file__).parents[2]
 
-# As `vllm serve` and as `LLM` do it; vLLM itself finds the plugin and loads it.
+# As in `vllm serve` and in `LLM`; vLLM itself finds the plugin and loads it.
 PROBE = """
 import contextlib, io, json, sys
 from types import SimpleNamespace as Args
@@ -25,13 +25,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 report = []
 for value in sys.argv[1:]:
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            found = parser.parse_args(["--speculative-config", value])
-        report.append(found.speculative_config)
+        with contextlib.redirect_stderr(stderr):
+            args = parser.parse_args(["--speculative-config", value])
+        report.append(args.speculative_config)
     except SystemExit as ended:
-        report.append([ended.code, said.getvalue()])
+        report.append([ended.code, stderr.getvalue()])
 try:
     EngineArgs.create_speculative_config(Args(speculative_config={"tide": {}}))
 except ValueError as error:
@@ -72,11 +72,11 @@ def test_an_unpatched_vllm_names_the_command(tmp_path):
     done = run(PROBE, str(ours), '{"tide": {}}', plain, str(other), path=pristine)
     lines = [x for x in done.stdout.splitlines() if x.startswith("REPORT ")]
     assert lines, done.stderr[-3000:]
-    told = json.loads(lines[-1].removeprefix("REPORT "))
-    file, inline, theirs, foreign, offline = told
-    for code, said in (file, inline):
+    results = json.loads(lines[-1].removeprefix("REPORT "))
+    file, inline, theirs, foreign, offline = results
+    for code, stderr in (file, inline):
         assert code == 2
-        assert said.splitlines()[-1].endswith(f"-sc: {SENTENCE}")
+        assert stderr.splitlines()[-1].endswith(f"-sc: {SENTENCE}")
     assert offline == SENTENCE
     assert theirs == json.loads(plain)
     assert foreign[0] == 2 and SENTENCE not in foreign[1]
@@ -99,7 +99,7 @@ def test_the_plugin_imports_nothing_heavy_and_does_nothing_without_arguments():
 
 
 @pytest.mark.vllm
-def test_a_patched_vllm_stays_as_it_is():
+def test_a_patched_vllm_is_not_changed():
     from vllm.engine import arg_utils
 
     from vllm_tide.engine.unpatched import announce

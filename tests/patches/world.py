@@ -1,4 +1,4 @@
-"""A made-up vLLM and a folder of patches for it."""
+"""A synthetic vLLM and a folder of patches for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
         self.package = self.site / "vllm"
         self.package.mkdir(parents=True)
         (self.package / "__init__.py").write_text("")
-        # Where no metadata lies beside the package, as in a source tree.
+        # Without metadata next to the package, as in a source tree.
         (self.package / "_version.py").write_text("__version__ = version = '0.32.0'\n")
         for name in ("a.py", "b.py", "c.py"):
             (self.package / name).write_text("".join(LINES))
@@ -57,7 +57,7 @@ class World:
         guard.write_text("")
 
     def copied(self, folder: Path) -> World:
-        """The same in another folder."""
+        """Copy it to another folder."""
         shutil.copytree(self.site.parent, folder, dirs_exist_ok=True)
         other = copy(self)
         other.site, other.package = folder / "site", folder / "site" / "vllm"
@@ -65,7 +65,7 @@ class World:
         return other
 
     def write_series(self, *edits: dict[str, dict[int, str]]) -> None:
-        """Writes one patch per edit ({file: {line: text}}) and the manifest."""
+        """Write one patch per edit ({file: {line: text}}) and the manifest."""
         scratch = self.site.parent / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         pristine = self.site.parent / "pristine"
@@ -99,7 +99,7 @@ class World:
         }
 
     def write_manifest(self, *pristine: Path) -> None:
-        """Writes the manifest as `scripts/patches.sh export` does."""
+        """Write the manifest as `scripts/patches.sh export` does."""
         command = ["patch", "check", "--patches", str(self.patches)]
         for folder in pristine:
             command += ["--pristine", str(folder)]
@@ -122,9 +122,9 @@ class World:
         }
 
 
-def git(folder: Path, *words: str) -> bytes:
+def git(folder: Path, *args: str) -> bytes:
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     done = subprocess.run(
-        ["git", *words], cwd=folder, env=env, capture_output=True, check=True
+        ["git", *args], cwd=folder, env=env, capture_output=True, check=True
     )
     return done.stdout

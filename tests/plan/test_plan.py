@@ -75,7 +75,7 @@ def test_printed_numbers_of_the_paper(row):
 
 
 def integral(case, training, seconds, most=math.inf, back=math.inf):
-    """Tokens served, by the midpoint rule between the points of discontinuity."""
+    """Return served tokens, by the midpoint rule between the discontinuities."""
     rate, learning = case.rate(training), case.learning
     bends = sorted({0.0, *(min(t, seconds) for t in (learning.delay, back))})
     pieces = zip(bends, [*bends[1:], seconds], strict=True)
@@ -118,7 +118,7 @@ def test_tokens_of_switching_equal_their_integral(seed, switch):
         assert served == pytest.approx(expected, rel=1e-4)
 
 
-def test_accelerators_that_never_switch_back_pay_no_second_switch():
+def test_accelerators_that_never_switch_back_have_no_second_switch():
     learning = Learning(1.9, 2.6, tokens=2e7, delay=60.0)
     slow = replace(one_class(8, 1650.0, 50.0, learning, 24 * HOUR), switch=300.0)
     assert slow.switched_mean((4.0,)) == pytest.approx(slow.mean((4.0,)))
@@ -141,7 +141,7 @@ def test_training_before_the_first_deployment_counts():
     just_after = learning.served(10.001, 500.0, speed)
     just_after -= learning.served(10.0, 500.0, speed)
     assert just_after / 0.001 == pytest.approx(learning.length(5000.0), rel=1e-3)
-    # The draft stays as it is once training stops.
+    # The draft does not change once training stops.
     stopped = learning.served(30.0, 500.0, speed, most=1000.0)
     assert stopped == pytest.approx(10 + 20 * learning.length(1000.0))
 
@@ -160,7 +160,7 @@ def test_captured_tokens_and_demand_limit_training(cluster_file):
 
 
 def test_the_square_root_law():
-    """The best share for kT >> 1 where the rate of data is no limit."""
+    """The best share for kT >> 1 where the data rate is no limit."""
     learning = Learning(1.9, 2.533, tokens=2e7, delay=0.0)
     case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
     case = replace(case, captured=1e9)
@@ -199,7 +199,7 @@ def by_name(case):
     return {row.name: row for row in rows(case)}
 
 
-def test_without_an_accelerator_that_trains_the_static_draft_is_best():
+def test_without_a_training_accelerator_the_static_draft_is_best():
     case = one_class(8, 1650.0, 0.0, Learning(1.9, 2.6, 1e7, 60.0), HOUR)
     compared = by_name(case)
     assert compared[DEDICATED].training is compared[SHARE].training is None
@@ -214,7 +214,7 @@ def test_one_accelerator_cannot_be_dedicated_but_shared():
     assert compared[SHARE].tokens_per_s > compared[STATIC].tokens_per_s
 
 
-def test_a_draft_that_learns_at_once_leaves_the_paper_s_formula():
+def test_a_draft_that_learns_at_once_leaves_the_papers_formula():
     learning = Learning(1.0, 1.3, tokens=1.0, delay=0.0)
     speed = SpeedUp.of_step_cost(1.0)
     groups = (
@@ -226,14 +226,14 @@ def test_a_draft_that_learns_at_once_leaves_the_paper_s_formula():
     assert case.mean((0.0, 4.0)) / case.plain == pytest.approx(1.3 * share, rel=1e-4)
 
 
-def test_switching_serves_again_once_it_has_learnt():
+def test_switching_serves_again_after_training():
     learning = Learning(1.9, 2.6, tokens=1e6, delay=60.0)
     compared = by_name(one_class(8, 1650.0, 5e4, learning, every=24 * HOUR))
     ratio = compared[SWITCHING].tokens_per_s / compared[DEDICATED].tokens_per_s
     assert ratio > 1.1
 
 
-def test_without_demand_nothing_is_gained_by_training():
+def test_without_demand_training_gains_nothing():
     learning = Learning(1.9, 2.6, tokens=1e7, delay=60.0)
     case = one_class(8, 1650.0, 5e4, learning, every=24 * HOUR)
     compared = rows(replace(case, demand=1000.0))
@@ -242,7 +242,7 @@ def test_without_demand_nothing_is_gained_by_training():
 
 
 @pytest.mark.parametrize(("more", "name"), [(0.003, STATIC), (0.03, DEDICATED)])
-def test_a_negligible_gain_is_not_worth_a_trainer(more, name):
+def test_a_negligible_gain_does_not_justify_a_trainer(more, name):
     compared = [
         Row(STATIC, (0.0,), 1000.0),
         Row(DEDICATED, (1.0,), 1000.0 * (1 + more)),
@@ -277,17 +277,17 @@ def test_the_command_recommends_training(cluster_file, tmp_path, capsys):
     example = tmp_path / "example.json"
     example.write_text(capsys.readouterr().out)
     out = tmp_path / "plan.json"
-    words = ["plan", "--cluster", str(example)]
-    assert main([*words, "--json", "--output", str(out)]) == main(words) == 0
+    argv = ["plan", "--cluster", str(example)]
+    assert main([*argv, "--json", "--output", str(out)]) == main(argv) == 0
     text = capsys.readouterr().out
-    assert "Train: TIDE, switching serves most on 8 H100 and 4 MI250." in text
+    assert "switching has the highest throughput on 8 H100 and 4 MI250." in text
     plan = json.loads(out.read_text())
     assert plan["train"] is True
     assert [row["name"] for row in plan["rows"]][:2] == [NONE, STATIC]
     assert all(f"{row['tokens_per_s']:,.0f}" in text for row in plan["rows"])
 
 
-def test_the_command_recommends_none_where_nothing_is_learnt(cluster_file, capsys):
+def test_the_command_recommends_no_training_without_a_gain(cluster_file, capsys):
     path = cluster_file(draft__length_after=1.9)
     assert main(["plan", "--cluster", str(path)]) == 1
     assert "Do not train: all serve, static draft" in capsys.readouterr().out
@@ -315,10 +315,10 @@ def test_the_paper_check_is_a_command(capsys):
             {"classes__0__name": "a\nb\x1b[2J"},
             "classes.0.name: must be printable ASCII",
         ),
-        ({"classes__1": None, "classes__0__count": 0}, "classes: none serves; one"),
+        ({"classes__1": None, "classes__0__count": 0}, "classes: none can serve;"),
     ],
 )
-def test_a_wrong_file_is_one_sentence(cluster_file, capsys, change, sentence):
+def test_a_wrong_file_gives_one_line(cluster_file, capsys, change, sentence):
     path = cluster_file(**change)
     assert main(["plan", "--cluster", str(path)]) == 2
     message = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Trains in float32, so that small numbers can be compared; spools in small shards."""
+"""Train in float32, so that small numbers can be compared; spool in small shards."""
 
 from tests.train.conftest import in_float32
 from tests.transport.spool_toys import small_shards

@@ -1,4 +1,4 @@
-"""The trainer's `/metrics`: readers that hold connections open take nothing else."""
+"""The trainer's `/metrics`: readers with open connections block nothing else."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def ended(connection):
     return True
 
 
-def test_idle_connections_are_few_and_the_oldest_give_way(port, capfd):
+def test_idle_connections_are_few_and_the_oldest_is_closed(port, capfd):
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(port)) for _ in range(100)]
+        connections = [stack.enter_context(connect(port)) for _ in range(100)]
         assert 'trainer_cycles_total{model_name="m"}' in scrape(port)
-        assert all(ended(connection) for connection in held[:80])
+        assert all(ended(connection) for connection in connections[:80])
         until = time.monotonic() + 30
         while threading.active_count() - threads > 16:
             assert time.monotonic() < until, threading.enumerate()
@@ -55,7 +55,7 @@ def test_idle_connections_are_few_and_the_oldest_give_way(port, capfd):
 
 
 @pytest.mark.parametrize("request_so_far", [b"", b"GET /metrics HTTP/1.1\r\nHost:"])
-def test_a_connection_that_says_nothing_is_ended(monkeypatch, capfd, request_so_far):
+def test_a_silent_connection_is_closed(monkeypatch, capfd, request_so_far):
     monkeypatch.setattr(report.MetricsHandler, "timeout", 0.2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -68,7 +68,7 @@ def test_a_connection_that_says_nothing_is_ended(monkeypatch, capfd, request_so_
     assert capfd.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_is_one_sentence(caplog):
+def test_a_used_port_gives_one_line(caplog):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_is_one_sentence(caplog):
     assert f"tide.train.metrics_port: {number} cannot be opened" in caplog.text
 
 
-def test_its_host_may_be_one_of_ipv6():
+def test_its_host_may_be_an_ipv6_address():
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))

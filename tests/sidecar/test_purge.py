@@ -1,4 +1,4 @@
-"""The command that purges: whom it asks, what it waits for, what it says."""
+"""The purge command: its recipients, its waits, its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 
 @pytest.fixture(autouse=True)
 def state(tmp_path_factory, monkeypatch):
-    """Where the tenants' key lies."""
+    """Return the path of the tenants' key."""
     monkeypatch.setattr(command, "POLL_S", 0.01)
     path = tmp_path_factory.mktemp("state")
     monkeypatch.setenv("XDG_STATE_HOME", str(path))
@@ -35,7 +35,7 @@ def state(tmp_path_factory, monkeypatch):
 
 
 def trainer_says(run_dir, pid=None, keys=(), name="e"):
-    holder = Holder.me() if pid is None else Holder(pid, start_time(pid) or 0, 0)
+    holder = Holder.current() if pid is None else Holder(pid, start_time(pid) or 0, 0)
     fields = {
         **holder._asdict(),
         "state": "waiting",
@@ -77,7 +77,7 @@ def serve(engine, *tenants):
 
 
 def tenants_in(store):
-    """Tenants of the shards of a spool, by their manifests."""
+    """Return tenants of the shards of a spool, by their manifests."""
     folder = EngineFolder(store, "e1")
     names = [n for n in store.sizes(folder.path("records")) if n.endswith(".json")]
     return {t for n in names for t in folder.read_json(f"records/{n}")["tenants"]}
@@ -86,7 +86,7 @@ def tenants_in(store):
 def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
     acme, seen = tenant_id("acme", tenant_key(tmp_path)), []
     trainer_says(tmp_path)
-    told = (
+    arguments = (
         (["--tenant", "acme"], acme),
         (["--tenant-id", "00ff"], 255),
         (["--all"], None),
@@ -94,18 +94,18 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
 
     def answer():
         inbox = PurgeInbox(tmp_path)
-        while len(seen) < len(told):
+        while len(seen) < len(arguments):
             for request in inbox.pending():
                 seen.append(request.tenant)
                 inbox.done(request, {"samples": 2, "tokens": 40})
             time.sleep(0.01)
 
     trainer = background(answer)
-    for more, _ in told:
+    for more, _ in arguments:
         assert call(tmp_path, *more) == 0
         assert not list(tmp_path.glob("purge*"))
     trainer.join()
-    assert seen == [tenant for _, tenant in told]
+    assert seen == [tenant for _, tenant in arguments]
     out = capsys.readouterr().out
     assert f"purge of tenant {acme:016x}" in out
     assert out.count(f"trainer {os.getpid()}: removed 2 samples, 40 tokens") == 3
@@ -115,7 +115,7 @@ def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
 def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     tmp_path, store, capsys, state
 ):
-    """The key was lost, and an engine that started since has made another."""
+    """The key was lost, and an engine that started later has made another."""
     run_dir, where = tmp_path / "trainer", ["--spool", str(tmp_path / "spool")]
     before = tenant_key(run_dir)
     tenant = tenant_id("acme", before)
@@ -128,15 +128,15 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     engine.close()
     (state / "tenants.key").unlink()
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
-    assert "no engine has named tenants" in capsys.readouterr().err
+    assert "no tenant key" in capsys.readouterr().err
     now = tenant_key(run_dir)
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_ERROR
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert "the tenants' key is another one" in said.err
-    assert key_id(before) in said.err and key_id(now) in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert "nothing was removed, as the tenants' key is" in captured.err
+    assert key_id(before) in captured.err and key_id(now) in captured.err
     assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
-    # The same where only a trainer's buffers hold such data.
+    # The same if only a trainer's buffers have such data.
     run_dir.mkdir(mode=0o700, exist_ok=True)
     assert call(run_dir, "--tenant", "acme") == EXIT_NO
     trainer_says(run_dir, keys=[key_id(before)])
@@ -147,7 +147,7 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_NO
 
 
-def test_the_command_waits_for_the_relay_and_nothing_comes_after(
+def test_the_command_waits_for_the_relay_and_no_record_follows(
     engine, store, capsys, monkeypatch
 ):
     serve(engine, 7, 255)
@@ -192,7 +192,7 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
         inbox = PurgeInbox(tmp_path)
         while len(left) < 4:
             for request in inbox.pending():
-                left.append(tenants_in(store))  # what it may read before it answers
+                left.append(tenants_in(store))  # read before it answers, at most
                 inbox.done(request, {"records": 1})
             time.sleep(0.01)
 
@@ -207,7 +207,7 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
     assert "spool: removed 1 shards" in out and "spool: removed 2 shards" in out
 
 
-def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
+def test_a_silent_data_holder_is_named_and_the_request_stays(tmp_path, capsys):
     assert call(tmp_path, "--all", "--json") == EXIT_NO
     out, err = capsys.readouterr()
     answer = json.loads(out)
@@ -220,8 +220,8 @@ def test_who_does_not_answer_is_named_and_the_request_waits(tmp_path, capsys):
     assert len(PurgeInbox(tmp_path).pending()) == 2
 
 
-def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, capsys):
-    """Another one answers; the silent one lives, its status is an hour old."""
+def test_a_hanging_trainer_is_waited_for(tmp_path, capsys):
+    """Another one answers; the silent one is live, its status is an hour old."""
     with subprocess.Popen(["/bin/sleep", "9"]) as hung:
         trainer_says(tmp_path, hung.pid, name="f")
         path = tmp_path / "trainer-f.json"
@@ -246,8 +246,8 @@ def test_a_trainer_that_hangs_is_waited_for_however_long_it_hangs(tmp_path, caps
     assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
 
 
-def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
-    """Its trainer died, and the next one reads what is in there."""
+def test_a_ring_without_a_reader_is_not_purged(engine, capsys):
+    """Its trainer died, and the next one reads its records."""
     serve(engine, 255)
     trainer_says(engine.run_dir)
     seen = []
@@ -261,27 +261,27 @@ def test_a_ring_that_nobody_reads_is_not_purged(engine, capsys):
             time.sleep(0.01)
 
     thread = background(answer)
-    told = ["--tenant-id", "ff", "--timeout", "0.5"]
-    assert call(engine.run_dir, *told) == EXIT_NO
-    assert "nobody reads the ring of engine e1" in capsys.readouterr().err
+    arguments = ["--tenant-id", "ff", "--timeout", "0.5"]
+    assert call(engine.run_dir, *arguments) == EXIT_NO
+    assert "ring of engine e1 is not empty and has no" in capsys.readouterr().err
     reader = RingReader.attach(engine.ring.name)
     assert reader.read().tenant == 255
     reader.close()
-    assert call(engine.run_dir, *told) == 0
+    assert call(engine.run_dir, *arguments) == 0
     thread.join()
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ((), "whose data? give --tenant NAME, --tenant-id HEX, or --all"),
-        (("--tenant", "acme"), "no engine has named tenants"),
+        ((), "no data selected; give --tenant NAME, --tenant-id HEX, or --all"),
+        (("--tenant", "acme"), "no tenant key"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
-        (("--tenant-id", "1" * 17), "no id of 64 bits"),
-        (("--tenant-id=-1",), "no id of 64 bits"),
+        (("--tenant-id", "1" * 17), "not a hexadecimal id of 64 bits"),
+        (("--tenant-id=-1",), "not a hexadecimal id of 64 bits"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(tmp_path, capsys, more, sentence):
+def test_an_invalid_request_is_refused(tmp_path, capsys, more, sentence):
     assert call(tmp_path, *more) == EXIT_ERROR
     assert sentence in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

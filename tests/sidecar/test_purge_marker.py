@@ -43,18 +43,18 @@ def in_ring(ring: RingWriter) -> int:
 
 
 def in_tensors() -> int:
-    """In any tensor alive in this process, whatever shares its memory."""
+    """Count it in any live tensor of this process, with shared memory too."""
     gc.collect()
-    found = 0
+    count = 0
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.device.type == "cpu":
             raw = torch.empty(0, dtype=torch.uint8).set_(thing.untyped_storage())
-            found += traces(raw.numpy().tobytes())
-    return found
+            count += traces(raw.numpy().tobytes())
+    return count
 
 
 def plant(engine: Engine, requests: int, finished: bool = True) -> None:
-    """Requests of the marked tenant; unfinished ones stay open in the trainer."""
+    """Write requests of the marked tenant; unfinished ones stay open in the trainer."""
     size = len(MARKER)
     for _ in range(requests):
         hidden = TOY.head.shape[1]
@@ -90,7 +90,7 @@ def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path, caplog
     assert in_ring(engine.ring) > 40
     sidecar = attach(engine)
     assert sidecar._tick()
-    assert in_ring(engine.ring) == 0  # what was read is not there any more
+    assert in_ring(engine.ring) == 0  # records that were read are gone
     assert in_tensors() > 0
     buffer = sidecar.trainer.buffer
     assert {s.tenant for s in buffer.train} == {s.tenant for s in buffer.holdout}
@@ -147,7 +147,7 @@ def test_a_purge_ends_the_cycle_that_holds_documents(engine, monkeypatch):
     sidecar.feeds.close()
 
 
-def test_what_is_too_old_is_not_trained_on_any_more(engine):
+def test_windows_that_are_too_old_are_not_trained_any_more(engine):
     engine.manifest.tide["train"] = engine.manifest.tide["train"] | {
         "max_age_s": 60.0,
         "batch_tokens": 512,
@@ -159,7 +159,7 @@ def test_what_is_too_old_is_not_trained_on_any_more(engine):
     trainer = sidecar.trainer
     now = time.time() + 60.0
     trainer.buffer._clock = lambda: now
-    engine.serve(40)  # a pass begins with what came before
+    engine.serve(40)  # a pass begins with earlier windows
     trainer._queue = trainer.buffer.shuffled()
     assert {s.tenant for s in trainer._queue} == {TENANT}
     sidecar._next_purge = 0.0
@@ -172,13 +172,13 @@ def test_what_is_too_old_is_not_trained_on_any_more(engine):
 
 
 def content(ring: RingWriter) -> int:
-    """Lines of 64 bytes in use, without the frames' first ones."""
+    """Return used lines of 64 bytes, without the frames' first ones."""
     lines = np.frombuffer(ring._segment.buf, np.uint8, offset=DATA_AT).reshape(-1, 64)
     frames = (lines[:, :4] == np.frombuffer(b"TIDE", np.uint8)).all(axis=1)
     return int(lines[~frames].any(axis=1).sum())
 
 
-def test_the_ring_holds_nothing_that_was_read_or_passed_over():
+def test_the_ring_contains_no_read_or_skipped_record():
     spec = make_spec()
     ring = RingWriter.create(spec, 1 << 14)
     reader = RingReader.attach(ring.name)
@@ -196,7 +196,7 @@ def test_the_ring_holds_nothing_that_was_read_or_passed_over():
     assert reader.read() is None
     assert reader.stats().corrupt_records == 1
     left = np.frombuffer(ring._segment.buf, np.uint8, offset=DATA_AT)
-    assert not np.roll(left, -begin)[:size].any()  # what was passed over is blank
+    assert not np.roll(left, -begin)[:size].any()  # skipped records are blank
     del left
     reader.close()
     ring.close()

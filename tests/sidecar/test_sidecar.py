@@ -1,4 +1,4 @@
-"""The sidecar against real shared memory: train, publish, be refused, stop."""
+"""The sidecar on real shared memory: train, publish, refusal, stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KNOBS = {
     "steps_per_cycle": 25,
     "learning_rate": 1e-2,
     "min_new_tokens": 1000,
-    "holdout_share": 0.25,  # so that those of 60 requests are evidence enough
+    "holdout_share": 0.25,  # so that 60 requests are enough evidence
     "nice": 0,
 }
 
@@ -82,7 +82,7 @@ class Engine:
         write_manifest(self.run_dir, self.manifest)
 
     def restart(self) -> None:
-        """Another engine of the same kind, its weights segment empty."""
+        """Another engine of the same kind, with an empty weights segment."""
         self.weights = WeightsSegment.create(4 << 20)
         self.manifest = replace(self.manifest, weights=self.weights.name)
         self.announce()
@@ -135,9 +135,7 @@ def serve_what_no_target_gives(engine):
         assert write_record(engine.ring, replace(plain, key=number, features=rows))
 
 
-def test_once_trains_and_publishes_a_better_draft_from_which_the_next_goes_on(
-    engine, tmp_path
-):
+def test_once_trains_and_publishes_and_the_next_run_continues(engine, tmp_path):
     serve_what_no_target_gives(engine)
     engine.serve(60)
     sidecar = attach(engine)
@@ -165,7 +163,7 @@ def test_once_trains_and_publishes_a_better_draft_from_which_the_next_goes_on(
     again.feeds.close()
 
 
-def test_a_trainer_that_waits_says_how_much_more_it_needs(engine):
+def test_a_waiting_trainer_logs_how_much_more_it_needs(engine):
     sidecar = attach(engine)
     sidecar.status.state = "waiting"
     sidecar._update_status(force=True)
@@ -174,7 +172,7 @@ def test_a_trainer_that_waits_says_how_much_more_it_needs(engine):
     sidecar.feeds.close()
 
 
-def test_ring_does_not_fill_during_a_cycle(engine):
+def test_the_ring_does_not_fill_during_a_cycle(engine):
     engine.manifest.tide["train"] = {**KNOBS, "steps_per_cycle": 4}
     engine.announce()
     engine.serve(60)
@@ -197,8 +195,8 @@ def test_ring_does_not_fill_during_a_cycle(engine):
 def test_features_of_other_layers_are_refused(tmp_path):
     engine = Engine(tmp_path, layers=(1, 2, 4))
     try:
-        said = r"captured layers \(1, 2, 4\) are not the draft's \(1, 2, 3\)"
-        with pytest.raises(DraftError, match=said):
+        message = r"captured layers \(1, 2, 4\) differ from the draft's \(1, 2, 3\)"
+        with pytest.raises(DraftError, match=message):
             attach(engine)
     finally:
         engine.close()
@@ -207,7 +205,9 @@ def test_features_of_other_layers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("method", "form"), [("greedy", "argmax_mass"), ("probabilistic", "mass")]
 )
-def test_sampled_requests_are_judged_as_the_engine_draws_drafts(engine, method, form):
+def test_sampled_requests_are_scored_by_the_engines_draft_sampling(
+    engine, method, form
+):
     engine.manifest = replace(engine.manifest, draft_sample_method=method)
     engine.announce()
     sidecar = attach(engine)
@@ -216,7 +216,7 @@ def test_sampled_requests_are_judged_as_the_engine_draws_drafts(engine, method, 
 
 
 def command(*argv):
-    """A command in a process of its own."""
+    """Run a command in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "vllm_tide", *map(str, argv)],
         stderr=subprocess.PIPE,
@@ -237,7 +237,7 @@ def state_of(run_dir):
 
 
 @pytest.mark.slow
-def test_the_command_stops_on_sigterm_and_without_an_engine_says_so(engine, tmp_path):
+def test_the_command_stops_on_sigterm_and_reports_a_missing_engine(engine, tmp_path):
     trainer = command("train", "--run-dir", engine.run_dir, "--engine", "test")
     until(lambda: state_of(engine.run_dir) == "waiting")
     trainer.terminate()
@@ -253,13 +253,13 @@ def test_the_command_stops_on_sigterm_and_without_an_engine_says_so(engine, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "relay"])
 def test_a_command_that_waits_for_an_engine_stops_gracefully(kind, tmp_path):
-    """A container's first process is not ended by a signal that it does not handle."""
+    """A container's first process ignores signals without a handler."""
     process = command(kind, "--run-dir", tmp_path, "--wait")
     # Until it waits, or has ended.
-    said = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
+    lines = list(takewhile(lambda line: "waiting for" not in line, process.stderr))
     process.terminate()
     _, more = process.communicate()
-    assert process.returncode == 0, (*said, more)
+    assert process.returncode == 0, (*lines, more)
 
 
 def serve_until_killed(folder, tell):
@@ -271,10 +271,8 @@ def serve_until_killed(folder, tell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True])
-def test_the_command_ends_or_waits_for_the_next_engine_when_one_is_killed(
-    tmp_path, waits
-):
-    engine, told = child_that_tells(serve_until_killed, tmp_path)
+def test_the_command_ends_or_waits_for_the_next_engine_after_a_kill(tmp_path, waits):
+    engine, names = child_that_tells(serve_until_killed, tmp_path)
     run_dir = tmp_path / "run"
     trainer = command("train", "--run-dir", run_dir, *["--wait"] * waits)
     until(lambda: state_of(run_dir) == "waiting")
@@ -286,7 +284,7 @@ def test_the_command_ends_or_waits_for_the_next_engine_when_one_is_killed(
         trainer.terminate()
     _, errors = trainer.communicate(timeout=60)
     assert trainer.returncode == 0, errors
-    # It reclaimed what the killed engine left.
-    assert len(told.split()) == 2
-    assert not [n for n in told.split() if os.path.exists(f"{SHM_DIR}/{n}")]
+    # It reclaimed the segments of the killed engine.
+    assert len(names.split()) == 2
+    assert not [n for n in names.split() if os.path.exists(f"{SHM_DIR}/{n}")]
     assert not list(run_dir.glob("engine-*.json"))

@@ -26,6 +26,6 @@ def test_low_is_low_and_confidence_is_informative_but_too_high():
     assert mixed.survival[:second, 0].mean() > 0.7
     assert mixed.survival[second:, 0].mean() < 0.45
     for process in (low, high):
-        said, true = process.confidence[:, 0], process.survival[:, 0]
-        assert said.mean() > true.mean() + 0.03
-        assert 0.6 < np.corrcoef(said, true)[0, 1] < 0.98
+        confidence, true = process.confidence[:, 0], process.survival[:, 0]
+        assert confidence.mean() > true.mean() + 0.03
+        assert 0.6 < np.corrcoef(confidence, true)[0, 1] < 0.98

@@ -21,7 +21,7 @@ def test_reads_csv_and_gzip_in_order_of_arrival(tmp_path):
         assert trace.output.tolist() == [4, 3]
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path):
+def test_a_file_without_a_trace_is_named(tmp_path):
     texts = "time,in,out\n1,2,3\n", HEAD + "1,2\n", HEAD + "nan,2,3\n", HEAD, ""
     files = {f"bad{i}.csv": text.encode() for i, text in enumerate(texts)}
     whole = gzip.compress((HEAD + "1,2,3\n" * 50).encode())

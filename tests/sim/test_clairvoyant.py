@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sim.clairvoyant import ClairvoyantPolicy, judge
+from sim.clairvoyant import ClairvoyantPolicy, batch_candidates
 from sim.dynamic import DynamicPolicy, tune
 from sim.engine import simulate
 from sim.state import Server
@@ -55,21 +55,21 @@ def brute(survival, model, shown):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", [toys.MODEL, STAIRS])
-def test_nothing_beats_it(seed, model):
+def test_no_policy_is_better(seed, model):
     rng = np.random.default_rng(seed)
     n, top = 3, 3
     survival = np.cumprod(rng.random((n, top)) ** 0.3, axis=1).astype(np.float32)
     shown = batch(n, rng.integers(0, top + 1, n))
     survival[np.arange(top) >= shown.caps[:, None]] = 0.0
-    found = judge(survival, n, model, shown)
+    best = batch_candidates(survival, n, model, shown)
     rate, steps, lengths = brute(survival, model, shown)
-    assert found.rate.max() == pytest.approx(rate, rel=1e-6)
-    taken = found.lengths(int(found.rate.argmax()), n)
-    assert int(found.rate.argmax()) == steps
+    assert best.rate.max() == pytest.approx(rate, rel=1e-6)
+    taken = best.lengths(int(best.rate.argmax()), n)
+    assert int(best.rate.argmax()) == steps
     assert taken.tolist() == list(lengths)
 
 
-def test_policy_drafts_as_planned_and_pays_no_catchup():
+def test_the_policy_drafts_as_planned_and_has_no_catchup():
     trace = toys.trace((0.0, 5, 12))
     process = toys.process(trace, runs=3, top=3, survival=0.95)
     policy = ClairvoyantPolicy(toys.MODEL)
@@ -82,7 +82,7 @@ def test_policy_drafts_as_planned_and_pays_no_catchup():
     assert result.drafted == 0
 
 
-def test_dynamic_table_is_the_argmax_and_zero_pays_a_pass():
+def test_the_dynamic_table_is_the_argmax_and_zero_includes_a_pass():
     survival = np.array([0.7, 0.5, 0.3])
     lengths = tune(toys.MODEL, survival, 64, 100)
     assert lengths[1] == 3

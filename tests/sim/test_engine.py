@@ -104,7 +104,7 @@ def test_idle_time_is_not_busy_time():
     assert result.e2e.tolist() == pytest.approx([0.0202, 0.0202])
 
 
-def test_by_progress_all_arms_meet_the_same_load():
+def test_all_arms_have_the_same_load_with_by_progress():
     trace = toys.trace(*[(0.03 * i, 10, 40) for i in range(30)])
     plain = play(trace, None)
     due = progress_at_arrival(trace, plain)
@@ -128,6 +128,6 @@ def test_noise_is_in_the_clock_and_not_in_time():
 
 
 def test_a_wrong_model_is_wrong_by_its_factors():
-    believed = Mismatch(target=1.5, draft=0.5).believed(toys.MODEL)
-    assert believed.target(1, 0) == pytest.approx(0.0101 * 1.5)
-    assert believed.draft_first(1, 0) == pytest.approx(0.0005)
+    assumed = Mismatch(target=1.5, draft=0.5).initial_model(toys.MODEL)
+    assert assumed.target(1, 0) == pytest.approx(0.0101 * 1.5)
+    assert assumed.draft_first(1, 0) == pytest.approx(0.0005)

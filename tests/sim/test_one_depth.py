@@ -1,4 +1,4 @@
-"""Control of asynchronous Model Runner V2, which has one depth for the batch."""
+"""Control of asynchronous Model Runner V2 with one depth per batch."""
 
 import pytest
 
@@ -15,16 +15,16 @@ TRACE = synthetic("fluctuating", 20.0, 4.0, seed=0).clipped(256)
 OPTIONS = Options(by_progress=True)
 
 
-def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
+def test_a_depth_is_an_offered_one_with_the_engines_delay():
     [cell] = suite_cells("quick", [TRACE.window(4.0)], regimes=["high"])
-    drafted, verified, wanted = [], [], []
+    drafted, verified, expected = [], [], []
 
     class Watched(OneDepth):
         def learn(self, step, now):
             drafted.append(step.steps)
             verified.append(int(step.drafts.max()))
             super().learn(step, now)
-            wanted.append(self.coming[-1])
+            expected.append(self.coming[-1])
 
     policy = Watched(cell.time, OPTIONS.top, Server())
     process = make_process(cell.trace, REGIMES["high"], OPTIONS.top, 0)
@@ -32,10 +32,10 @@ def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
     assert result.output_tokens == cell.trace.output.sum()
     assert result.stats["steps"] == len(drafted) == result.steps
     assert set(drafted) <= set(offered(7, 256))
-    assert len(set(wanted)) > 1
+    assert len(set(expected)) > 1
     assert drafted[:LAG] == [7] * LAG
-    assert drafted[LAG:] == wanted[: len(drafted) - LAG]
-    # Nothing is cut but what is above a cap.
+    assert drafted[LAG:] == expected[: len(drafted) - LAG]
+    # Only lengths above a cap are cut.
     assert all(v <= d for v, d in zip(verified[1:], drafted, strict=False))
     assert result.verified > 0.9 * result.drafted
 
@@ -44,5 +44,5 @@ def test_a_depth_is_an_offered_one_and_comes_as_late_as_on_the_engine():
 def test_it_is_not_worse_than_vllms_schedule(model, regime):
     cell = suite_cells("published", [TRACE], regimes=[regime])[model]
     row = run_cell(cell, ("vllm_dynamic", "one_depth"), OPTIONS)
-    found = row["throughput"]
-    assert found["one_depth"] > 0.99 * found["vllm_dynamic"]
+    throughput = row["throughput"]
+    assert throughput["one_depth"] > 0.99 * throughput["vllm_dynamic"]

@@ -29,7 +29,7 @@ def test_rows_are_complete_json(rows):
         tokens = int(TRACE.output.sum())
         assert all(arm["output_tokens"] == tokens for arm in row["arms"].values())
         assert row["arms"]["none"]["drafted"] == 0
-        # A step of any static arm drafts what it says, no more.
+        # A step of any static arm drafts its length, no more.
         static = row["arms"]["static3"]
         assert static["verified"] <= static["drafted"]
     low, high = rows[0]["throughput"], rows[1]["throughput"]
@@ -37,7 +37,7 @@ def test_rows_are_complete_json(rows):
     assert low["static7"] < low["adaspec"]
 
 
-def test_a_truth_changes_what_is_accepted_and_not_what_plain_decoding_takes(rows):
+def test_a_truth_changes_acceptance_and_not_plain_decoding(rows):
     cells = suite_cells("quick", [TRACE], regimes=["high"])
     options = Options(truth="plateau")
     [row] = run_cells(cells, ("none", "adaspec"), options)
@@ -86,14 +86,14 @@ def test_command_reads_traces_and_writes_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--suite", "nosuch"], "no suite 'nosuch'; there are published, quick"),
+        (["--suite", "nosuch"], "unknown suite 'nosuch'; choose from published, quick"),
         (["--trace", "gone.csv"], "cannot read trace gone.csv"),
-        (["--arm", "odd", "--seconds", "2"], "no arm 'odd'"),
+        (["--arm", "odd", "--seconds", "2"], "unknown arm 'odd'"),
         (["--json", "gone/x.json"], "cannot write"),
-        (["--seconds", "0.0001"], "no request left"),
+        (["--seconds", "0.0001"], "no request to replay"),
     ],
 )
-def test_bad_input_gets_one_sentence(arguments, says, capsys):
+def test_bad_input_gives_one_line(arguments, says, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")

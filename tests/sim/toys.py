@@ -41,7 +41,7 @@ def process(of: Trace, runs: int, top: int, survival: float = 0.5) -> Process:
 
 
 class Scripted:
-    """Does what it is told, and notes what it is shown."""
+    """Follows its script and records its observations."""
 
     def __init__(self, *steps: int, stop: int = 99) -> None:
         self.script = list(steps)

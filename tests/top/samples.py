@@ -51,7 +51,7 @@ LATER = {
 
 
 def page_text(tide=True, **changed):
-    """A page of `/metrics`; values may be changed by the end of a metric's name."""
+    """Return a page of `/metrics`; values are changed by the end of a metric's name."""
     lines = []
     for kind, metrics in (("counter", COUNTERS), ("gauge", GAUGES)):
         for name, value in metrics.items():
@@ -74,13 +74,13 @@ def page(t_s=0.0, **changed):
 
 
 def sample(t_s, page_or_reason, engines=(), trainers=()):
-    """A sample with one server."""
+    """Return a sample with one server."""
     pages = {URL: page_or_reason}
     return Sample(t_s, 1.7e9 + t_s, pages, list(engines), list(trainers))
 
 
 def history(before=None, after=None):
-    """Two samples ten seconds apart, a thousand tokens later."""
+    """Return two samples ten seconds apart, a thousand tokens later."""
     return [
         sample(0.0, page(0.0, **(before or {}))),
         sample(10.0, page(10.0, **(LATER | (after or {})))),
@@ -88,7 +88,7 @@ def history(before=None, after=None):
 
 
 def status(**changed):
-    """Fields of a trainer's status file."""
+    """Return the fields of a trainer's status file."""
     fields = vars(
         TrainerStatus(
             pid=4242,

@@ -1,4 +1,4 @@
-"""Readings of real servers, rings, segments and files; nothing that is read changes."""
+"""Readings of real servers, rings, segments and files change none of them."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_page_is_read_over_http():
     assert reasons == {"no_gain": 90, "slo": 10}
     assert page.models() == ["demo"]
     for text in ("", "<html></html>", "vllm_tide:x{ 1\n"):
-        assert "no metrics" in parse_page(text, 0.0)
+        assert "without metrics" in parse_page(text, 0.0)
 
 
 def test_values_are_summed_over_engines():

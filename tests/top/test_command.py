@@ -1,4 +1,4 @@
-"""The command, beside a tiny server and a real ring."""
+"""The command with a tiny server and a real ring."""
 
 import json
 
@@ -15,12 +15,12 @@ from vllm_tide.transport.rendezvous import write_manifest
 
 @pytest.fixture
 def top(tmp_path, capsys, monkeypatch):
-    """Run `top --once`; status and output."""
+    """Run `top --once` and return status and output."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*args):
-        words = ["--run-dir", str(tmp_path / "run"), "--once", "--interval", "0.05"]
-        return main(["top", *words, *args]), capsys.readouterr().out
+        argv = ["--run-dir", str(tmp_path / "run"), "--once", "--interval", "0.05"]
+        return main(["top", *argv, *args]), capsys.readouterr().out
 
     return run
 
@@ -52,7 +52,7 @@ def test_json_is_one_object_a_line(top, tmp_path):
     assert picture["trainers"][0]["state"] == "training"
 
 
-def test_nothing_to_watch_exits_1(top, tmp_path):
+def test_exit_status_1_without_a_server_and_a_ring(top, tmp_path):
     status, screen = top()
     assert status == 1
     assert "none announced" in screen

@@ -1,4 +1,4 @@
-"""Rates and ratios, from samples and from the metrics that the product declares."""
+"""Rates and ratios, from samples and from declared metrics."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_a_gap_and_a_restart_begin_a_new_window():
     assert (figures["seconds"], figures["tokens_per_s"]) == (2, 100)
 
 
-def test_the_names_are_those_that_the_server_exports():
+def test_names_are_those_that_the_server_exports():
     """Every figure is read from the real collectors."""
     server = metrics.TideProm({0: ["demo", "0"]})
     try:
@@ -91,9 +91,9 @@ SPEED = {"plain_step_seconds": 5.0, "step_seconds": 4.0}
 
 
 def verdict(before=None, after=None, *trainers, pages=True):
-    """Verdict after ten seconds beside trainers with these changed fields."""
-    looks = [trainer_figures("e1", status(**fields), 1.0) for fields in trainers]
-    samples = [replace(s, trainers=looks) for s in history(before, after)]
+    """Return the verdict after ten seconds with trainers of these changed fields."""
+    snapshots = [trainer_figures("e1", status(**fields), 1.0) for fields in trainers]
+    samples = [replace(s, trainers=snapshots) for s in history(before, after)]
     if not pages:
         samples = [replace(s, pages={}) for s in samples]
     (one,) = make_picture(samples, "")["helping"]
@@ -108,41 +108,44 @@ def verdict(before=None, after=None, *trainers, pages=True):
         ({"canary": DECIDED["canary"] | {"error": 0.09}}, None),
         ({"canary": status()["canary"]}, None),  # undecided
         ({"canary": {}}, None),
-        ({"canary": DECIDED["canary"] | {"change": "much"}}, None),  # an odd file
+        ({"canary": DECIDED["canary"] | {"change": "much"}}, None),  # an invalid file
         ({"model_name": "other"}, None),
         ({"state": "stopped"}, None),
     ],
 )
-def test_the_canary_of_the_model_s_trainer_decides(changed, helps):
+def test_the_canary_of_the_models_trainer_decides(changed, helps):
     assert verdict({}, SPEED, DECIDED | changed)[0] is helps
 
 
-def test_the_sentence_has_the_measurements():
+def test_the_verdict_has_the_measurements():
     assert verdict({}, SPEED, DECIDED) == (
         True,
-        "Helps: 1.91x -> 2.07x of plain with the last swap (+8% +- 4%); 2.00 tokens a "
-        "verify step, 1.25x of plain.",
+        "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 2.00 "
+        "tokens per verify step, 1.25x of plain decoding.",
     )
-    assert verdict()[1].startswith("Not known: no trainer of this model reports")
-    compared = "no swap was compared with the draft before it yet"
+    assert verdict()[1].startswith("Unknown: no trainer of this model reports")
+    compared = "no draft has been compared with its predecessor yet"
     assert compared in verdict({}, {}, {"canary": {}})[1]
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
-    assert "undecided, 1.91x -> 2.07x of plain with the last swap" in sentence
+    assert "undecided, 1.91x -> 2.07x of plain decoding with the last" in sentence
 
 
-def test_nothing_drafted_is_told_apart_from_drafting_left_off():
+def test_drafting_without_tokens_differs_from_drafting_that_is_off():
     none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
     off = {"steps_without_drafts": {"no_gain": 90, "slo": 10}}
     some = none | off | {"control_steps": 500}
-    assert verdict(none, some)[1] == "Not known: nothing drafted lately."
+    assert verdict(none, some)[1] == "Unknown: nothing drafted recently."
     never = {"drafts": 0, "accepted_tokens": 0}
-    assert verdict(never, some | never)[1] == "Not known: nothing drafted yet."
-    rested = {"control_steps": 600, "steps_without_drafts": {"no_gain": 190, "slo": 10}}
-    helps, sentence = verdict(none, none | rested)
+    assert verdict(never, some | never)[1] == "Unknown: nothing drafted yet."
+    idle_report = {
+        "control_steps": 600,
+        "steps_without_drafts": {"no_gain": 190, "slo": 10},
+    }
+    helps, sentence = verdict(none, none | idle_report)
     assert helps is False
     assert "drafting is off in 100% of steps (no_gain 100)" in sentence
-    rested["steps_without_drafts"] = {"no_gain": 185, "slo": 10}  # a few explore
-    helps, sentence = verdict({}, rested)
+    idle_report["steps_without_drafts"] = {"no_gain": 185, "slo": 10}  # a few explore
+    helps, sentence = verdict({}, idle_report)
     assert helps is False
     assert sentence.startswith("Does not help yet: drafting is off in 95% of steps")

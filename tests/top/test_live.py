@@ -1,4 +1,4 @@
-"""On a real terminal (a pty): the screen, the keys, and the way out."""
+"""A real terminal (a pty): screen, keys, exit."""
 
 import fcntl
 import os
@@ -46,9 +46,9 @@ class Screen:
         environ = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
         environ = {k: v for k, v in environ.items() if k not in ("COLUMNS", "LINES")}
         code = code or "import sys; from vllm_tide.cli.main import main; main()"
-        words = ["top", "--run-dir", run_dir, "--interval", "0.2", *args]
+        argv = ["top", "--run-dir", run_dir, "--interval", "0.2", *args]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, words)],
+            [sys.executable, "-c", code, *map(str, argv)],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,

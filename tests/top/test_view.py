@@ -37,7 +37,7 @@ def picture(*, servers=True, engines=1, trainers=1, **changed):
 
 
 def drawn(shown, columns, rows, colour=None):
-    """Lines of a screen of this size."""
+    """Return lines of a screen of this size."""
     console = Console(
         width=columns, height=rows, color_system=colour, force_terminal=True
     )
@@ -73,14 +73,14 @@ def test_every_figure_is_on_the_screen():
 
 def test_without_a_server_the_ring_is_shown():
     text = plain(picture(servers=False, trainers=2), 80)
-    assert text.count("Not known: undecided") == 2
+    assert text.count("Unknown: undecided") == 2
     assert "0.5 of 1 MiB, read by a trainer" in text
     assert "1 records damaged" in text
     assert "5 installed, 6 published, 6 refused (norm); pause 10.9 ms" in text
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 10), (2, 2)])
-def test_never_more_than_the_screen_has(columns, rows):
+def test_the_output_never_exceeds_the_screen(columns, rows):
     lines = drawn(picture(engines=9, trainers=9), columns, rows)
     assert len(lines) == rows
     assert max(map(len, lines)) <= columns
@@ -94,7 +94,7 @@ def test_never_more_than_the_screen_has(columns, rows):
         ("{url:.9} :smile: |", "{url:.9} :smile: |"),
     ],
 )
-def test_a_name_cannot_command_the_terminal_or_the_markup(name, seen):
+def test_a_name_cannot_inject_terminal_codes_or_markup(name, seen):
     shown = picture()
     shown["servers"][0]["models"] = [name]
     shown["trainers"][0]["waiting_for"] = name

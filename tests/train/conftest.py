@@ -1,4 +1,4 @@
-"""Trains in float32, so that small numbers can be compared."""
+"""Train in float32, so that small numbers can be compared."""
 
 import pytest
 import torch

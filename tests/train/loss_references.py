@@ -26,7 +26,7 @@ from vllm_tide.train.losses import (
     LossTask,
     Teacher,
     TopKTeacher,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 from vllm_tide.train.sample import TopK
 
@@ -36,7 +36,7 @@ CASES = ("whole", "pruned", "topk", "pruned_topk")
 
 @dataclass
 class Rows:
-    """What a reference sees, float64; B outcomes per row.
+    """Inputs of a reference in float64; B outcomes per row.
 
     Attributes:
         true_p: [n, B] the target's mass; sums to less than one when pruned.
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def p_hat(self) -> Tensor:
-        """Renormalised over the outcomes."""
+        """Return probabilities renormalised over the outcomes."""
         return self.true_p / self.true_p.sum(-1, keepdim=True)
 
 
@@ -75,11 +75,11 @@ def lk_hybrid(rows: Rows) -> Tensor:
 
 
 def discard(rows: Rows) -> Tensor:
-    """KL against the k likeliest listed tokens."""
+    """Return the KL against the k likeliest listed tokens."""
     p = rows.p_hat[:, : rows.listed]
     cut = p.sort(-1, descending=True).values[:, min(DISCARD_TOPK, rows.listed) - 1]
-    kept = torch.where(p >= cut[:, None], p, 0.0)
-    return kl(kept / kept.sum(-1, keepdim=True), rows.q[:, : rows.listed])
+    remaining = torch.where(p >= cut[:, None], p, 0.0)
+    return kl(remaining / remaining.sum(-1, keepdim=True), rows.q[:, : rows.listed])
 
 
 REFERENCES: dict[str, Callable[[Rows], Tensor]] = {
@@ -93,7 +93,7 @@ REFERENCES: dict[str, Callable[[Rows], Tensor]] = {
 
 @dataclass
 class Problem:
-    """One random problem; tensors in the compute dtype."""
+    """A random problem; tensors in the compute dtype."""
 
     normed: Tensor
     head: Tensor
@@ -105,43 +105,45 @@ class Problem:
     topk: TopK | None
 
     def teacher(self) -> Teacher:
-        """As training builds it."""
+        """Build the teacher as training does."""
         if self.topk is not None:
             return TopKTeacher.from_topk(self.topk, self.vocab)
         target, dtype = TargetRows(self.rows, self.rows), self.normed.dtype
         if self.vocab.is_identity:
             return HiddenTeacher.from_hidden(self.hidden, target, self.rows, dtype)
-        kept = self.vocab.target_ids
-        return HiddenTeacher.from_hidden(self.hidden, target, self.rows, dtype, kept)
+        target_ids = self.vocab.target_ids
+        return HiddenTeacher.from_hidden(
+            self.hidden, target, self.rows, dtype, target_ids
+        )
 
     def reference(self, normed: Tensor, head: Tensor) -> Rows:
-        """From the same inputs in float64, straight from the definitions."""
+        """Return the same inputs in float64, straight from the definitions."""
         q = (normed @ head.T).softmax(-1)
         label = q.gather(1, self.labels[:, None])[:, 0]
-        kept = self.vocab.target_ids
+        target_ids = self.vocab.target_ids
         if self.topk is None:
             p = (self.hidden.double() @ self.rows.double().T).softmax(-1)
-            return Rows(p[:, kept], q, label, kept.numel())
+            return Rows(p[:, target_ids], q, label, target_ids.numel())
         columns_p, columns_q = [], []
         in_list = torch.zeros(q.shape[0], self.vocab.draft_ids.numel())
         in_list.scatter_(1, self.topk.ids.long(), 1.0)
         mass = torch.zeros_like(in_list, dtype=torch.float64)
         mass.scatter_(1, self.topk.ids.long(), self.topk.logprobs.double().exp())
-        for j, token in enumerate(kept.tolist()):
+        for j, token in enumerate(target_ids.tolist()):
             named = in_list[:, token]
             columns_p.append(mass[:, token])
             columns_q.append(q[:, j] * named)
-        rest = q.sum(-1) - torch.stack(columns_q, -1).sum(-1)
+        tail = q.sum(-1) - torch.stack(columns_q, -1).sum(-1)
         columns_p.append(self.topk.tail_logprob.double().exp())
-        columns_q.append(rest)
+        columns_q.append(tail)
         p, q = torch.stack(columns_p, -1), torch.stack(columns_q, -1)
-        return Rows(p, q, label, kept.numel())
+        return Rows(p, q, label, target_ids.numel())
 
 
 def make_problem(
     case: str, dtype: torch.dtype, rows: int, vocab: int, hidden: int, seed: int = 0
 ) -> Problem:
-    """Random problem of a case."""
+    """Return a random problem of a case."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -150,8 +152,10 @@ def make_problem(
 
     which = VocabMap.identity(vocab)
     if case.startswith("pruned"):
-        kept = torch.randperm(vocab, generator=random)[: vocab * 2 // 3].sort().values
-        which = VocabMap.from_target_ids(kept, vocab)
+        target_ids = (
+            torch.randperm(vocab, generator=random)[: vocab * 2 // 3].sort().values
+        )
+        which = VocabMap.from_target_ids(target_ids, vocab)
     size = which.target_ids.numel()
     problem = Problem(
         normed=draw(rows, hidden),
@@ -173,7 +177,7 @@ def make_problem(
 
 
 def differences(problem: Problem, term: str) -> dict[str, float]:
-    """Largest absolute difference of values and gradients of one term."""
+    """Return the largest absolute difference of values and gradients of one term."""
     wide = torch.promote_types(problem.normed.dtype, torch.float32)
     count = problem.normed.shape[0]
     normed = problem.normed.clone().requires_grad_()
@@ -185,7 +189,7 @@ def differences(problem: Problem, term: str) -> dict[str, float]:
         problem.labels,
         0 if term == "discard" else count,
     )
-    total, values = fused_head_loss(
+    total, values = fused_lm_head_loss(
         normed, master, problem.head, problem.teacher(), task
     )
     ours = torch.autograd.grad(total, [normed, master])
@@ -194,8 +198,8 @@ def differences(problem: Problem, term: str) -> dict[str, float]:
         for x in (problem.normed, problem.head)
     ]
     expected = REFERENCES[term](problem.reference(*inputs))
-    wanted = torch.autograd.grad((expected * problem.weights).sum(), inputs)
-    pairs = [(values[0], expected), *zip(ours, wanted, strict=True)]
+    expected_grads = torch.autograd.grad((expected * problem.weights).sum(), inputs)
+    pairs = [(values[0], expected), *zip(ours, expected_grads, strict=True)]
     gaps = [float((a.double() - b).detach().abs().max()) for a, b in pairs]
-    scale = max(float(w.abs().max()) for w in wanted)
+    scale = max(float(w.abs().max()) for w in expected_grads)
     return {"value": gaps[0], "gradient": max(gaps[1:]), "gradient_scale": scale}

@@ -38,10 +38,10 @@ from vllm_tide.train.distributed import (
     OneRank,
     ShardedStep,
     Stepper,
-    beat,
     follow,
+    send_heartbeat,
 )
-from vllm_tide.train.ranks import RankLost, Ranks, leave
+from vllm_tide.train.ranks import RankLost, Ranks, exit_rank
 from vllm_tide.train.sample import Sample
 from vllm_tide.transport.weights import WeightsWriter
 
@@ -52,15 +52,15 @@ KNOBS = TrainConfig(
     loss={"forward_kl": 1.0, "next_token": 0.1, "discard": 0.2},
 )
 STEPS = 10
-LONELY, BAD = 3, 6  # a batch with one request; one whose gradient is not finite
-LOST = 3  # exit status of a leader whose ranks are gone
+LONELY, BAD = 3, 6  # a batch with one request; one with an infinite gradient
+LOST = 3  # exit status of a leader after its ranks died
 
 
 def draft(seed: int = 0, size: int = 37) -> Eagle3Draft:
-    """37 tokens and an MLP of 45: neither divides evenly over two ranks."""
+    """Return a draft of 37 tokens and an MLP of 45: neither divides over two ranks."""
     shape = config(draft_vocab_size=size, intermediate_size=45)
-    kept = VocabMap.from_target_ids(torch.arange(size) + 20, VOCAB)
-    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, kept, seed=seed)
+    vocab_map = VocabMap.from_target_ids(torch.arange(size) + 20, VOCAB)
+    return Eagle3Draft.initialise(shape, TOY.embed, TOY.head, vocab_map, seed=seed)
 
 
 def build(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainConfig]:
@@ -69,7 +69,7 @@ def build(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainConfig]:
 
 
 def documents(index: int) -> list[Sample]:
-    """The documents of one step: sizes differ, some have rejected branches."""
+    """Return the documents of one step: sizes differ, some have rejected branches."""
     random = torch.Generator().manual_seed(index)
 
     def number(low: int, high: int) -> int:
@@ -93,7 +93,7 @@ def train(
     last: int,
     after: Callable[[int], None] = lambda _: None,
 ) -> list[float | None]:
-    """Losses of steps `first` to `last` - 1."""
+    """Return the losses of steps `first` to `last` - 1."""
     losses = []
     for index in range(first, last):
         result = stepper.run(documents(index), lr_scale=1.0 - 0.05 * index)
@@ -102,16 +102,16 @@ def train(
     return losses
 
 
-def _share_held(step: ShardedStep) -> float:
-    """Largest share of a weight, gradient or moment that this rank holds."""
-    held: list[float] = []
+def _sharded_share(step: ShardedStep) -> float:
+    """Return the largest share of a weight, gradient or moment on this rank."""
+    shares: list[float] = []
     for value in step.draft.named_tensors().values():
         moments = step.optimizer.state.get(value, {}).values()
         for tensor in (value, value.grad, *moments):
             if isinstance(tensor, Tensor) and tensor.ndim:
                 assert isinstance(tensor, DTensor)
-                held.append(tensor.to_local().numel() / tensor.numel())
-    return max(held)
+                shares.append(tensor.to_local().numel() / tensor.numel())
+    return max(shares)
 
 
 def _full_disk_once() -> None:
@@ -130,33 +130,33 @@ def _die_in_step(number: int) -> None:
     calls = []
 
     def loss_of(self: ShardedStep, batch: Any) -> Any:
-        found = whole(self, batch)
+        loss = whole(self, batch)
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return loss
 
     ShardedStep.loss_of = loss_of  # type: ignore[method-assign]
 
 
-def lead(ranks: Ranks, told: dict[str, Any]) -> None:
+def lead(ranks: Ranks, options: dict[str, Any]) -> None:
     """Train from `first` to `last`; checkpoint and publish after step `save`."""
-    mine, state, first = draft(), None, told.get("first", 0)
-    beat(ranks)  # as while there is no engine yet
+    mine, state, first = draft(), None, options.get("first", 0)
+    send_heartbeat(ranks)  # as before an engine exists
     stepper = LeadRank(
         ranks, mine, TOY.rows, KNOBS, {"config": KNOBS.model_dump(mode="json")}
     )
-    if "load" in told:
-        state = stepper.load(told["load"])
+    if "load" in options:
+        state = stepper.load(options["load"])
         first = state.steps
 
     def after(index: int) -> None:
-        if index + 1 != told.get("save"):
+        if index + 1 != options.get("save"):
             return
         version = 0
-        if "segment" in told:
+        if "segment" in options:
             version = 1
-            writer = WeightsWriter.attach(told["segment"])
+            writer = WeightsWriter.attach(options["segment"])
             stepper.gather()
             tensors = {n: t.detach() for n, t in mine.named_tensors().items()}
             writer.publish(as_wire(tensors), version=1, parent_version=0, meta={})
@@ -164,31 +164,31 @@ def lead(ranks: Ranks, told: dict[str, Any]) -> None:
             steps=index + 1,
             published_version=version,
         )
-        if "full_disk" in told:
+        if "full_disk" in options:
             with contextlib.suppress(OSError):
-                stepper.save(told["directory"], state)
+                stepper.save(options["directory"], state)
                 raise AssertionError("rank 1 could not write")
-        stepper.save(told["directory"], state)
+        stepper.save(options["directory"], state)
 
     try:
-        losses = train(stepper, first, told["last"], after)
+        losses = train(stepper, first, options["last"], after)
     except RankLost:
-        stepper.close()  # must not wait for ranks that are gone
+        stepper.close()  # must not wait for dead ranks
         raise
     stepper.idle()
     stepper.gather()
-    out = Path(told["out"])
+    out = Path(options["out"])
     save_file({n: t.detach() for n, t in mine.named_tensors().items()}, f"{out}.st")
     out.write_text(
         json.dumps(
             {
                 "losses": losses,
-                "share": _share_held(stepper.step),
+                "share": _sharded_share(stepper.step),
                 "state": None if state is None else state.steps,
             }
         )
     )
-    if told.get("restore"):
+    if options.get("restore"):
         stepper.replace(draft(seed=1, size=20))  # another draft, another vocabulary
         assert not stepper.step.optimizer.state
         again = OneRank(draft(seed=1, size=20), TOY.rows, KNOBS)
@@ -198,18 +198,18 @@ def lead(ranks: Ranks, told: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run this rank; returns its exit status."""
+    """Run this rank and return its exit status."""
     torch.set_num_threads(1)
-    told = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     ranks = Ranks()
     try:
         if ranks.is_leader:
-            lead(ranks, told)
+            lead(ranks, options)
         else:
-            if "full_disk" in told:
+            if "full_disk" in options:
                 _full_disk_once()
-            if "die_in" in told:
-                _die_in_step(told["die_in"])
+            if "die_in" in options:
+                _die_in_step(options["die_in"])
             follow(ranks, build)
     except RankLost as error:
         print(error, file=sys.stderr)
@@ -218,4 +218,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_rank(main())

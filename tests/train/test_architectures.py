@@ -41,7 +41,7 @@ PROMPTS = [list(b"hello world"), list(b"def main(argv):"), list(b"abc abc abc")]
 
 
 def make_target(folder: Path, family: str) -> Path:
-    """Random weights, larger than usual so that the text varies."""
+    """Return random weights, larger than usual so that the text varies."""
     import transformers
 
     name, extra = FAMILIES[family]
@@ -58,14 +58,14 @@ def make_target(folder: Path, family: str) -> Path:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fresh_head_is_served_captured_and_trained(family, tmp_path, monkeypatch):
+def test_a_fresh_draft_is_served_captured_and_trained(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target = make_target(tmp_path / "target", family)
     run_dir = tmp_path / "run"
     train = {
         "autostart": False,  # the test runs it
         "nice": 0,
-        # Which of the 12 requests are held out is chance: two are enough to begin.
+        # The held-out requests of the 12 are random: two are enough to begin.
         "min_new_tokens": 100,
         "steps_per_cycle": 4,
         "batch_tokens": 256,

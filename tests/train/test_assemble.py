@@ -18,17 +18,17 @@ WIDTH, HIDDEN, VOCAB = 6, 2, 1000
 
 
 def token(key: int, position: int) -> int:
-    """The token of a request at a position."""
+    """Return the token of a request at a position."""
     return (key * 7919 + position * 31) % VOCAB
 
 
 def row(key: int, position: int, width: int) -> np.ndarray:
-    """A feature or teacher row that names its origin."""
+    """Return a feature or teacher row that names its origin."""
     return np.full(width, key * 1000 + position, np.float32)
 
 
 def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
-    """One record; rejected rows carry other tokens than `token` says."""
+    """Return a record; its rejected rows have other tokens than `token` returns."""
     n = len(tokens)
 
     def stack(width):
@@ -52,7 +52,7 @@ def record(key, start, tokens, *, phase, prompt, accepted=None, finished=False):
 
 @st.composite
 def requests(draw, key: int) -> SimpleNamespace:
-    """Records of one request, and the first captured position."""
+    """Return records of one request, and the first captured position."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     prompt = rng.randint(1, 20)
     first = rng.choice([0, rng.randint(0, prompt - 1)])  # prefix-cache hit
@@ -113,7 +113,7 @@ def _verify(start, count, key=1, **more):
     return record(key, start, tokens, phase=VERIFY, prompt=2, **more)
 
 
-def test_hole_starts_a_new_document_and_an_end_without_rows_closes_it():
+def test_a_gap_starts_a_new_document_and_an_end_without_rows_closes_it():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
     assembler.add(_verify(9, 3), 0.0)
@@ -137,7 +137,7 @@ def test_memory_is_bounded_by_closing_the_least_recent_request():
     assert assembler.num_early == 3
 
 
-def test_long_request_is_cut_and_goes_on_with_context():
+def test_a_long_request_is_cut_and_continues_with_context():
     assembler = Assembler(
         WIDTH, "float32", max_request_rows=20, context_rows=4, max_open_rows=1000
     )
@@ -155,8 +155,8 @@ def test_long_request_is_cut_and_goes_on_with_context():
     assert trained == list(range(3, at))
 
 
-def test_rejected_rows_become_a_branch_when_asked_for():
-    """At most so many of a request, and none of what the memory drafted."""
+def test_rejected_rows_become_a_branch_if_configured():
+    """At most so many of a request, and none drafted by the memory."""
     assembler = Assembler(WIDTH, "float32", max_branches=2)
     for start, memory in ((2, False), (4, True)):
         assembler.add(replace(_verify(start, 5, accepted=1), memory=memory), 0.0)
@@ -174,7 +174,7 @@ def test_rejected_rows_become_a_branch_when_asked_for():
     assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
 
 
-def test_recomputed_row_without_teacher_keeps_the_one_it_had():
+def test_a_recomputed_row_without_teacher_keeps_its_old_one():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 3), 0.0)
     assembler.add(replace(_verify(2, 3), teacher_start=3, teacher_hidden=None), 0.0)
@@ -198,7 +198,7 @@ def _light(start, count, **more):
     return replace(full, features=empty, teacher_hidden=None)
 
 
-def test_metadata_only_record_is_a_hole_that_is_counted_once():
+def test_a_metadata_only_record_is_a_gap_that_is_counted_once():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 4), 0.0)
     (before,) = assembler.add(_light(6, 3), 0.0)
@@ -212,7 +212,7 @@ def test_metadata_only_record_is_a_hole_that_is_counted_once():
     assert assembler.num_holes == 0
 
 
-def test_sample_names_its_tenant_and_first_draft_and_a_malformed_one_is_counted():
+def test_a_sample_has_its_tenant_and_first_draft_and_errors_are_counted():
     assembler = Assembler(WIDTH, "float32")
     first = _verify(2, 2)
     assembler.add(replace(first, tenant=77, draft_version=3), 0.0)
@@ -228,7 +228,7 @@ def test_sample_names_its_tenant_and_first_draft_and_a_malformed_one_is_counted(
     assert narrow.skipped["malformed"] == 2
 
 
-def test_purge_forgets_the_open_requests_of_a_tenant():
+def test_a_purge_forgets_the_open_requests_of_a_tenant():
     assembler = Assembler(WIDTH, "float32")
     for key, tenant in ((1, 7), (2, 8)):
         assembler.add(replace(_verify(2, 4, key=key), tenant=tenant), 0.0)
@@ -238,7 +238,7 @@ def test_purge_forgets_the_open_requests_of_a_tenant():
     assert assembler.purge() == 0
 
 
-def test_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
+def test_a_branch_keeps_a_topk_teacher_and_ends_at_a_placeholder():
     assembler = Assembler(WIDTH, "float32", max_branches=2)
     full = _verify(2, 5, accepted=1)
     ids = full.token_ids.copy()

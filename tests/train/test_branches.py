@@ -1,4 +1,4 @@
-"""Which rows are trained; branches equal the draft on the counterfactual sequence."""
+"""Trained rows; branches equal the draft on the counterfactual sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def make_branch(position: int, size: int) -> Branch:
-    """A random branch."""
+    """Return a random branch."""
     return Branch(
         position=position,
         tokens=torch.randint(0, VOCAB, (size,), dtype=torch.int32),
@@ -37,7 +37,7 @@ def make_branch(position: int, size: int) -> Branch:
 
 
 def make_samples() -> list[Sample]:
-    """Branches of every kind: two at one place, at the first row, at the last row."""
+    """Return branches of every kind: two at one row, at the first and last row."""
     a = make_sample(9, 3, 0, 1)
     b = make_sample(6, 2, 4, 2)
     c = make_sample(12, 10, 30, 3)
@@ -49,7 +49,7 @@ def make_samples() -> list[Sample]:
 
 
 def num_trunk(batch: PackedBatch, step: StepRows) -> int:
-    """Loss rows of documents in a step; those of branches follow."""
+    """Return loss rows of documents in a step, then those of branches."""
     return int((step.active[step.loss] < batch.num_tokens).sum())
 
 
@@ -59,7 +59,7 @@ def run(
     plan: list[StepRows],
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Logits per step, trunk rows first."""
+    """Return logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
     outputs = draft.forward_ttt(
         batch.tokens,
@@ -76,7 +76,7 @@ def run(
 def expected_rows(
     draft: Eagle3Draft, samples: list[Sample], dtype: torch.dtype
 ) -> list[list[Tensor]]:
-    """Branch logits of all steps by the sequential rollout, in packed order."""
+    """Return branch logits of all steps by the sequential rollout, in packed order."""
     w = draft.compute_weights(dtype)
     out: list[list[Tensor]] = [[] for _ in range(STEPS)]
     for sample in samples:
@@ -103,17 +103,17 @@ def test_branch_rows_equal_the_counterfactual_sequence(switches: dict) -> None:
     draft, samples = make_draft(**switches), make_samples()
     batch, trunk = pack(samples), pack(samples, branches=False)
     plan = plan_rows(batch, STEPS)
-    found = run(draft, batch, plan)
+    outputs = run(draft, batch, plan)
     alone = run(draft, trunk, plan_rows(trunk, STEPS))
-    wanted = expected_rows(draft, samples, torch.float32)
+    expected = expected_rows(draft, samples, torch.float32)
     counts = [num_trunk(batch, step) for step in plan]
-    assert [len(w) for w in wanted] == [
+    assert [len(w) for w in expected] == [
         step.loss.numel() - count for step, count in zip(plan, counts, strict=True)
     ]
-    for i, (logits, count) in enumerate(zip(found, counts, strict=True)):
+    for i, (logits, count) in enumerate(zip(outputs, counts, strict=True)):
         torch.testing.assert_close(logits[:count], alone[i], rtol=0, atol=1e-5)
-        scale = max(1.0, float(torch.stack(wanted[i]).abs().max()))
-        error = (logits[count:] - torch.stack(wanted[i])).abs().max()
+        scale = max(1.0, float(torch.stack(expected[i]).abs().max()))
+        error = (logits[count:] - torch.stack(expected[i])).abs().max()
         assert float(error) <= 1e-5 * scale
 
 
@@ -122,11 +122,11 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
     draft, samples = make_draft().double(), make_samples()
     batch = pack(samples)
     plan = plan_rows(batch, STEPS)
-    found = run(draft, batch, plan, torch.float64)
+    outputs = run(draft, batch, plan, torch.float64)
     torch.manual_seed(0)
-    weight = [torch.randn_like(x) for x in found]
+    weight = [torch.randn_like(x) for x in outputs]
     ours = torch.autograd.grad(
-        sum((x * w).sum() for x, w in zip(found, weight, strict=True)),
+        sum((x * w).sum() for x, w in zip(outputs, weight, strict=True)),
         list(draft.parameters()),
     )
     off = expected_rows(draft, samples, torch.float64)
@@ -150,7 +150,7 @@ def test_gradients_equal_those_of_the_counterfactual_sequence() -> None:
                 )[i]
             )
         reference = torch.stack(logits + off[i])
-        torch.testing.assert_close(found[i], reference, rtol=0, atol=1e-12)
+        torch.testing.assert_close(outputs[i], reference, rtol=0, atol=1e-12)
         total = total + (reference * weight[i]).sum()
     theirs = torch.autograd.grad(total, list(draft.parameters()))
     for a, b in zip(ours, theirs, strict=True):
@@ -161,14 +161,14 @@ def test_branches_train_where_no_trunk_row_does() -> None:
     draft, samples = make_draft(), make_samples()
     batch = pack([replace(s, has_teacher=s.has_teacher & False) for s in samples])
     assert plan_rows(batch, STEPS, branches=False) == []
-    found = run(draft, batch, plan_rows(batch, STEPS))
+    result = run(draft, batch, plan_rows(batch, STEPS))
     whole = pack(samples)
     plan = plan_rows(whole, STEPS)
-    for step, a, b in zip(plan, found, run(draft, whole, plan), strict=True):
+    for step, a, b in zip(plan, result, run(draft, whole, plan), strict=True):
         off = b[num_trunk(whole, step) :]
         torch.testing.assert_close(a, off, rtol=0, atol=1e-5)
     only = plan_rows(whole, STEPS, committed=False)
-    for a, b in zip(found, run(draft, whole, only), strict=True):
+    for a, b in zip(result, run(draft, whole, only), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
@@ -196,10 +196,10 @@ def test_topk_teachers_of_branches_are_packed() -> None:
     batch = pack([sample])
     assert batch.num_rows - batch.num_tokens == 3
     assert isinstance(batch.teacher, TopK)
-    found = batch.teacher[torch.tensor([7, 2])]
-    assert torch.equal(found.ids[0], branch.teacher_topk.ids[1])
-    assert torch.equal(found.logprobs[1], sample.teacher_topk.logprobs[2])
-    assert torch.equal(found.tail_logprob[0], branch.teacher_topk.tail_logprob[1])
+    packed = batch.teacher[torch.tensor([7, 2])]
+    assert torch.equal(packed.ids[0], branch.teacher_topk.ids[1])
+    assert torch.equal(packed.logprobs[1], sample.teacher_topk.logprobs[2])
+    assert torch.equal(packed.tail_logprob[0], branch.teacher_topk.tail_logprob[1])
 
 
 def test_a_branch_is_trained_in_one_window_only() -> None:
@@ -246,7 +246,7 @@ def test_windows_leave_out_a_long_prompt():
     assert windows[0].start == 76
 
 
-def test_rows_of_each_step_begin_at_the_prompt_s_end_and_need_a_teacher():
+def test_rows_of_each_step_begin_at_the_prompts_end_and_need_a_teacher():
     """With a prompt of 4, row 3 embeds the first generated token and predicts x_5."""
     for prompt, expected in (
         (4, [range(3, 9), range(2, 8), range(1, 7)]),

@@ -1,4 +1,4 @@
-"""Many ranks train one draft: the same curve as one, sharded, and they may die."""
+"""Several ranks train one draft: the same curve as one, sharded; ranks may die."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.train.rank_child import BAD, LOST, STEPS, documents
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.distributed import OneRank, deal_documents
+from vllm_tide.train.distributed import OneRank, split_documents
 from vllm_tide.train.packing import pack
-from vllm_tide.train.ranks import RankLost, Ranks, watched
+from vllm_tide.train.ranks import RankLost, Ranks, detect_lost_ranks
 from vllm_tide.transport.weights import WeightsSegment
 
 SAVED = 4
@@ -32,7 +32,7 @@ SAVED = 4
 class Pair:
     """Two ranks of `rank_child` as processes."""
 
-    def __init__(self, out: Path, **told: Any) -> None:
+    def __init__(self, out: Path, **options: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -50,7 +50,7 @@ class Pair:
                     sys.executable,
                     "-m",
                     "tests.train.rank_child",
-                    json.dumps({"out": str(out), **told}),
+                    json.dumps({"out": str(out), **options}),
                 ],
                 env={**os.environ, **common, "RANK": str(rank)},
                 stderr=subprocess.PIPE,
@@ -60,7 +60,7 @@ class Pair:
         ]
 
     def wait(self) -> tuple[list[int], list[str]]:
-        """Exit status and standard error of both."""
+        """Return exit status and standard error of both."""
         try:
             texts = [rank.communicate(timeout=60)[1] for rank in self.ranks]
         finally:
@@ -69,7 +69,7 @@ class Pair:
         return [rank.returncode for rank in self.ranks], texts
 
     def result(self) -> dict[str, Any]:
-        """What the leader wrote, after both ended well."""
+        """Return the leader's output, after both ended without an error."""
         codes, texts = self.wait()
         assert codes == [0, 0], "\n".join(texts)
         return json.loads(self.out.read_text())
@@ -77,7 +77,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Curve, weights, and a checkpoint before step `SAVED` of a run with one rank."""
+    """Return curve, weights, and a checkpoint before step `SAVED` of a one-rank run."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("one")
     draft = rank_child.draft()
@@ -98,11 +98,11 @@ def assert_same_curve(got: list[float | None], want: list[float | None]) -> None
     np.testing.assert_allclose(*np.array(pairs).T, rtol=1e-5)
 
 
-def test_documents_are_dealt_evenly_and_whole_requests_stay_together():
+def test_documents_are_distributed_evenly_and_requests_stay_together():
     samples = [s for index in range(6) for s in documents(index)]
     samples += [documents(2)[1]]
     for size in (1, 2, 3, 7):
-        shares = deal_documents(samples, size)
+        shares = split_documents(samples, size)
         assert sorted(id(s) for share in shares for s in share) == sorted(
             map(id, samples)
         )
@@ -110,13 +110,13 @@ def test_documents_are_dealt_evenly_and_whole_requests_stay_together():
         assert sum(map(len, keys)) == len(set.union(*keys))
         rows = [pack(share).num_rows for share in shares]
         assert max(rows) - min(rows) <= 130
-    assert deal_documents(samples[:1], 3)[1:] == [[], []]
+    assert split_documents(samples[:1], 3)[1:] == [[], []]
 
 
 def test_only_a_failed_collective_is_a_lost_rank():
-    with pytest.raises(RankLost, match="another rank"), watched():
+    with pytest.raises(RankLost, match="another rank"), detect_lost_ranks():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="^size mismatch$"), watched():
+    with pytest.raises(RuntimeError, match="^size mismatch$"), detect_lost_ranks():
         raise RuntimeError("size mismatch")
 
 
@@ -145,7 +145,7 @@ def test_two_ranks_give_the_curve_of_one(one_rank, tmp_path):
     final = load_file(f"{pair.out}.st")
     for name, value in weights.items():
         torch.testing.assert_close(final[name], value, rtol=1e-3, atol=1e-4)
-    # its checkpoint goes on with one rank
+    # its checkpoint continues with one rank
     draft = rank_child.draft(seed=9)
     stepper = OneRank(draft, rank_child.TOY.rows, rank_child.KNOBS)
     path = checkpoint.latest(saved)
@@ -158,9 +158,9 @@ def test_two_ranks_give_the_curve_of_one(one_rank, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
-    """Also: two ranks go on from a checkpoint of one, and two from one of two."""
+    """Also: two ranks continue from a checkpoint of one, and two from one of two."""
     losses, _, first = one_rank
-    told = {"directory": str(tmp_path / "saved"), "last": STEPS}
+    options = {"directory": str(tmp_path / "saved"), "last": STEPS}
     segment = WeightsSegment.create(1 << 20)
     try:
         pair = Pair(
@@ -169,7 +169,7 @@ def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
             save=SAVED + 2,
             segment=segment.name,
             die_in=4,  # its fourth step: one after the checkpoint is done
-            **told,
+            **options,
         )
         pair.ranks[1].wait(timeout=60)
         died = time.monotonic()
@@ -184,7 +184,7 @@ def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
         path = checkpoint.latest(tmp_path / "saved")
         state, _ = checkpoint.verify(path, rank_child.draft())
         assert state.published_version == 1
-        # what was published is what the checkpoint holds, bit by bit
+        # the published draft equals the checkpoint, bit by bit
         draft = rank_child.draft(seed=9)
         OneRank(draft, rank_child.TOY.rows, rank_child.KNOBS).load(path)
         for name, value in draft.named_tensors().items():
@@ -193,6 +193,6 @@ def test_a_rank_killed_in_a_step_loses_nothing_published(one_rank, tmp_path):
     finally:
         segment.close()
 
-    got = Pair(tmp_path / "again", load=str(path), **told).result()
+    got = Pair(tmp_path / "again", load=str(path), **options).result()
     assert got["state"] == SAVED + 2
     assert_same_curve(got["losses"], losses[SAVED + 2 :])

@@ -1,4 +1,4 @@
-"""The trainer on a GPU: its turns, its refusals, and a CPU's steps."""
+"""The trainer on a GPU: its share of time, its refusals, and a CPU's steps."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.sidecar import loop as sidecar
 from vllm_tide.train import gpu
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.gpu import Shortage, Turns, claim, gpu_uuid, with_share
+from vllm_tide.train.gpu import (
+    GpuTimeBudget,
+    MemoryBackoff,
+    gpu_uuid,
+    use_device,
+    with_gpu_share,
+)
 from vllm_tide.train.packing import pack
 from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport import process
 
 
-def test_a_turn_claims_its_share_of_wall_time():
-    turns = Turns(0.25)
-    turns.worked(100.0, 1.0)
-    assert turns.rest(101.0) == 3.0
-    turns.worked(110.0, 1.0)  # the time before is not saved up
-    assert turns.rest(111.0) == 3.0
-    turns.worked(112.0, 1.0)  # begun too early: a debt
-    assert turns.rest(113.0) == 5.0
+def test_busy_time_reserves_its_share_of_wall_time():
+    budget = GpuTimeBudget(0.25)
+    budget.add_busy(100.0, 1.0)
+    assert budget.wait_s(101.0) == 3.0
+    budget.add_busy(110.0, 1.0)  # the time before is not saved up
+    assert budget.wait_s(111.0) == 3.0
+    budget.add_busy(112.0, 1.0)  # begun too early: a debt
+    assert budget.wait_s(113.0) == 5.0
 
 
-def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, caplog):
+def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog):
     uuids = {0: "GPU-1", 1: "GPU-2"}
     here = Mock(side_effect=lambda device: Mock(uuid=uuids[device.index or 0]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", here)
@@ -51,43 +57,44 @@ def test_a_gpu_that_a_server_uses_too_is_left_to_it_by_default(monkeypatch, capl
         ("cuda:0", 1.0, 1.0),
     ):
         config = TrainConfig(device=device, gpu_share=share)
-        assert with_share(config, server).gpu_share == expected
-        assert with_share(config, "").gpu_share == (share or 1.0)
+        assert with_gpu_share(config, server).gpu_share == expected
+        assert with_gpu_share(config, "").gpu_share == (share or 1.0)
     assert not caplog.records
     for device in ("cuda", "cuda:0"):
-        assert with_share(TrainConfig(device=device), server).gpu_share == 0.1
-    assert "keeps it busy for 0.1 of the time, unless tide.train.gpu_share" in (
+        assert with_gpu_share(TrainConfig(device=device), server).gpu_share == 0.1
+    assert "limited to 0.1 of the time; change it with tide.train.gpu_share" in (
         caplog.records[-1].getMessage()
     )
-    assert with_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
+    assert with_gpu_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
 
 
-def test_a_rest_goes_on_asking_the_caller(monkeypatch):
-    answers, rests = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
+def test_progress_is_called_during_a_pause(monkeypatch):
+    answers, waits = iter([True, True, True, False]), iter([1.0, 1.0, 0.0])
     monkeypatch.setattr(gpu.time, "sleep", lambda seconds: None)
-    fake = Mock(rest=lambda now: next(rests))
-    watch = gpu.Watch(lambda: next(answers), fake)
-    assert watch()
-    assert not watch()
+    fake = Mock(wait_s=lambda now: next(waits))
+    callback = gpu.ProgressCallback(lambda: next(answers), fake)
+    assert callback()
+    assert not callback()
     assert [c[0] for c in fake.mock_calls] == ["begin", "end", "begin", "end", "begin"]
 
 
-def test_rests_grow_until_a_cycle_has_memory(caplog):
-    shortage = Shortage(TrainConfig(batch_tokens=512))
-    assert not shortage.resting(0.0)
-    for starved, rest in ((True, 30), (True, 60), (False, 0), (True, 30)):
-        shortage.cycle_done(starved, 100.0)
-        if rest:
-            assert shortage.resting(99.0 + rest) and not shortage.resting(100.0 + rest)
-            assert f"rests for {rest} s" in caplog.records[-1].message
-    assert "make tide.train.batch_tokens (512) smaller" in caplog.text
+def test_pauses_grow_until_a_cycle_has_memory(caplog):
+    backoff = MemoryBackoff(TrainConfig(batch_tokens=512))
+    assert not backoff.is_paused(0.0)
+    for starved, pause in ((True, 30), (True, 60), (False, 0), (True, 30)):
+        backoff.cycle_done(starved, 100.0)
+        if pause:
+            assert backoff.is_paused(99.0 + pause)
+            assert not backoff.is_paused(100.0 + pause)
+            assert f"retry in {pause} s" in caplog.records[-1].message
+    assert "reduce tide.train.batch_tokens (512)" in caplog.text
     for _ in range(9):
-        shortage.cycle_done(True, 0.0)
-    assert "rests for 600 s" in caplog.records[-1].message
+        backoff.cycle_done(True, 0.0)
+    assert "retry in 600 s" in caplog.records[-1].message
 
 
 def starved(kind: str) -> RuntimeError:
-    """As torch says it: its allocator, a CUDA call, a BLAS handle."""
+    """Return an out-of-memory error of torch: allocator, CUDA call, BLAS handle."""
     if kind == "allocator":
         return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB.")
     if kind == "call":
@@ -100,9 +107,9 @@ def starved(kind: str) -> RuntimeError:
     [("step", "call"), ("step", "handle"), ("fresh", "allocator"),
      ("holdout", "allocator")],
 )  # fmt: skip
-def test_a_cycle_without_memory_is_over_and_the_next_goes_on(monkeypatch, where, kind):
+def test_a_cycle_without_memory_ends_and_the_next_continues(monkeypatch, where, kind):
     trainer = toy_trainer()
-    if where == "fresh":  # judged there is what came after a first cycle
+    if where == "fresh":  # only requests after a first cycle are scored there
         trainer.train_cycle()
         trainer.add_samples(TOY.document(3, 20, 3, key) for key in range(90, 99))
     new, fresh = trainer.buffer.new_tokens, len(trainer.buffer.fresh)
@@ -142,38 +149,38 @@ def test_a_group_of_ranks_and_another_error_end_the_cycle():
     assert trainer.out_of_memory == 0
 
 
-def test_a_gpu_that_is_not_there_gets_one_sentence():
-    claim("cpu")
+def test_a_missing_gpu_gives_one_line():
+    use_device("cpu")
     with pytest.raises(DraftError, match=r"tide\.train\.device: 'cuda:99', but .* use"):
-        claim("cuda:99")
+        use_device("cuda:99")
 
 
 def full_gpu(monkeypatch, error: RuntimeError, at: str = "set_device") -> None:
-    """A GPU on which the first call that makes a context fails."""
+    """A GPU that fails on the first call that makes a context."""
     calls = {"is_available": True, "device_count": 1, "set_device": None}
     calls |= {"Stream": object(), "set_stream": None}
     for name, value in calls.items():
         fake = Mock(return_value=value, side_effect=error if name == at else None)
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # put back afterwards
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")  # restored afterwards
 
 
 @pytest.mark.parametrize(
     ("kind", "at"), [("allocator", "Stream"), ("call", "set_device")]
 )
-def test_a_gpu_without_room_for_a_context_gets_one_sentence(monkeypatch, kind, at):
+def test_a_gpu_without_memory_for_a_context_gives_one_line(monkeypatch, kind, at):
     full_gpu(monkeypatch, starved(kind), at)
-    with pytest.raises(DraftError, match=r"'cuda:0' has no memory left for the tr"):
-        claim("cuda:0")
+    with pytest.raises(DraftError, match=r"'cuda:0' is out of memory for the tr"):
+        use_device("cuda:0")
     full_gpu(monkeypatch, RuntimeError("CUDA error: unspecified launch failure"), at)
     with pytest.raises(RuntimeError, match="launch failure"):
-        claim("cuda:0")
+        use_device("cuda:0")
 
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """An engine whose trainer is to work on a GPU; this process stays as it is."""
-    monkeypatch.setattr(process, "become_sidecar", lambda: None)
+    """An engine for a trainer on a GPU; this process is not changed."""
+    monkeypatch.setattr(process, "prepare_sidecar_process", lambda: None)
     made = Engine(tmp_path)
     made.manifest.tide["train"] = {**KNOBS, "device": "cuda:0"}
     made.announce()
@@ -182,7 +189,7 @@ def engine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [(), ("--wait",)])
-def test_a_trainer_without_memory_ends_with_the_sentence(
+def test_a_trainer_without_memory_ends_with_the_message(
     monkeypatch, capsys, engine, more
 ):
     full_gpu(monkeypatch, starved("call"), "")
@@ -191,27 +198,27 @@ def test_a_trainer_without_memory_ends_with_the_sentence(
     load = Mock(side_effect=starved("allocator"))
     monkeypatch.setattr(sidecar.TargetRows, "load", load)
     assert main(["train", "--run-dir", str(engine.run_dir), *more]) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
+    message = capsys.readouterr().err.strip().splitlines()[-1]
     what = "the draft and the target's"
-    assert said.startswith(
-        f"error: tide.train.device: 'cuda:0' has no memory left for {what}"
+    assert message.startswith(
+        f"error: tide.train.device: 'cuda:0' is out of memory for {what}"
     )
 
 
-def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
-    held, cleared = [], []
+def test_a_waiting_trainer_releases_the_last_draft_first(monkeypatch, engine):
+    free, cleared = [], []
 
     class Attached:
-        """Refers to itself, as a sidecar does."""
+        """Has a reference cycle, as a sidecar does."""
 
         stopping = paused = False
         status = stop = None
 
         def __init__(self, feeds, *args):
-            assert all(one() is None for one in held)
+            assert all(one() is None for one in free)
             self.feeds, self.me = feeds, self
-            self.state = "stopped" if held else "engine_gone"
-            held.append(weakref.ref(self))
+            self.state = "stopped" if free else "engine_gone"
+            free.append(weakref.ref(self))
 
         def run(self, once):
             self.feeds.close()
@@ -220,13 +227,13 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
     monkeypatch.setattr(sidecar, "Sidecar", Attached)
     monkeypatch.setattr(sidecar, "describe", lambda attached: "")
     monkeypatch.setattr(sidecar, "prepare_process", lambda *args, **kwargs: None)
-    monkeypatch.setattr(gpu, "give_back_cache", lambda: cleared.append(len(held)))
+    monkeypatch.setattr(gpu, "release_cache", lambda: cleared.append(len(free)))
     gc.disable()  # or it may come by itself
     try:
         assert main(["train", "--run-dir", str(engine.run_dir), "--wait"]) == 0
     finally:
         gc.enable()
-    assert len(held) == 2 and cleared == [1]
+    assert len(free) == 2 and cleared == [1]
 
 
 @pytest.mark.gpu
@@ -235,8 +242,8 @@ def test_a_trainer_that_waits_lets_the_last_draft_go_first(monkeypatch, engine):
 @pytest.mark.parametrize(
     "loss", [{"forward_kl": 1.0}, {"lk_hybrid": 1.0, "next_token": 0.5}]
 )
-def test_steps_are_those_of_a_cpu(attention, loss):
-    toy, found = ToyTarget(), {}
+def test_steps_equal_those_of_a_cpu(attention, loss):
+    toy, results = ToyTarget(), {}
     documents = [toy.document(i, 40, 3, i) for i in range(6)]
     for place, attends in (("cpu", "packed"), ("cuda", attention)):
         rows = TargetRows(embed := toy.embed.to(place), head := toy.head.to(place))
@@ -245,5 +252,5 @@ def test_steps_are_those_of_a_cpu(attention, loss):
         step = TrainStep(draft, rows, config)
         losses = [step.run(pack(documents)).loss for _ in range(5)]
         seen = evaluate(draft, rows, documents, 3, attention=attends)
-        found[place] = [*losses, seen.acceptance("mass")]
-    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-2)
+        results[place] = [*losses, seen.acceptance("mass")]
+    assert results["cuda"] == pytest.approx(results["cpu"], rel=2e-2)

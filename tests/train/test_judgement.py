@@ -1,4 +1,4 @@
-"""Whether a candidate is published: evidence over cycles, in the served form."""
+"""The publication gate: evidence over cycles, in the served form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cycles_until_published(gain: float, seed: int, cycles: int = 20) -> int | No
 
 @pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
-    """One standard error a cycle published nearly all of the useless ones."""
+    """A gate of one standard error published nearly all of the useless ones."""
     useless = [cycles_until_published(0.0, seed) for seed in range(seeds)]
     assert sum(n is not None for n in useless) <= seeds // 20
     better = [cycles_until_published(0.1, seed) for seed in range(seeds)]
@@ -54,10 +54,12 @@ def test_better_candidates_are_published_soon_and_useless_ones_are_not(seeds):
 
 
 @pytest.mark.nightly
-def test_the_gate_keeps_what_it_promises():
-    found = judges.gate_rows(0)
-    by_gain = {row["true_gain"]: row for row in reversed(found)}
-    assert all(r["published"] <= 0.05 * r["runs"] for r in found if not r["true_gain"])
+def test_the_gate_keeps_its_error_rate():
+    verdict = judges.gate_rows(0)
+    by_gain = {row["true_gain"]: row for row in reversed(verdict)}
+    assert all(
+        r["published"] <= 0.05 * r["runs"] for r in verdict if not r["true_gain"]
+    )
     tenth = by_gain[0.1]
     assert tenth["published_within_60"] >= 0.9 * tenth["runs"]
     assert by_gain[0.3]["published"] == by_gain[0.3]["runs"]
@@ -73,7 +75,7 @@ def test_a_dropped_candidate_never_leaves_more_evidence():
         assert left.gain == 0.0
 
 
-def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_better():
+def test_a_long_bad_candidate_is_published_soon_after_it_improves():
     evidence, rng = Evidence(), random.Random(0)
     for _ in range(200):
         evidence.add([rng.gauss(-0.1, 0.3) for _ in range(5)])
@@ -83,7 +85,7 @@ def test_a_candidate_that_was_worse_for_long_is_published_soon_after_it_is_bette
     assert evidence.requests - requests <= 75
 
 
-def test_gains_of_nothing_and_without_end_stay_numbers():
+def test_zero_and_infinite_gains_stay_numbers():
     evidence = Evidence()
     evidence.add([0.0] * 20_000)
     assert evidence.wealth == pytest.approx(1.0)
@@ -94,7 +96,7 @@ def test_gains_of_nothing_and_without_end_stay_numbers():
 
 
 def test_a_request_is_evidence_once():
-    """Whether its cycle is broken off, or it is held out and scored every time."""
+    """Whether its cycle is interrupted, or it is held out and scored every time."""
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
     set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
     trainer.add_samples(documents_of(rng, 40, 12))
@@ -117,8 +119,8 @@ def test_a_request_is_evidence_once():
     assert trainer.train_cycle().evidence == 1.0  # held-out ones were counted before
 
 
-def test_what_is_not_scored_under_overload_is_counted_and_is_no_evidence(monkeypatch):
-    monkeypatch.setattr("vllm_tide.train.trainer.LEAST_SCORED", 256)
+def test_requests_skipped_under_overload_are_counted_and_no_evidence(monkeypatch):
+    monkeypatch.setattr("vllm_tide.train.trainer.MIN_SCORED_ROWS", 256)
     trainer = trainer_of()
     rng = random.Random(1)
     set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
@@ -145,17 +147,17 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     assert not again.unscored
 
 
-# ------------------------------------------------------------------------ no number
+# --------------------------------------------------------------------- not finite
 
 
-def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
+def test_a_window_that_is_not_finite_is_left_out_and_hides_no_regression():
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
     trainer.add_samples(documents_of(rng, 40, 12))
     broken = trainer.buffer.holdout[3]
     broken.features[5] = float("nan")
     trainer.draft.take(TOY.draft(seed=3).named_tensors())
     trainer.live.take(taught(TOY.next_token).named_tensors())
-    trainer._differs = True  # so that requests that come are judged as well
+    trainer._differs = True  # so that new requests are scored as well
     result = trainer.train_cycle()
     assert result.harmful and not result.publish, result.reason
     assert result.gain < -0.1 and result.gain_error < 1
@@ -164,8 +166,8 @@ def test_a_window_that_is_no_number_is_left_out_and_hides_no_harm():
     assert 0 < trainer.rows_skipped["not_finite"] < 12
 
 
-def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
-    """It accepts less, or is no number."""
+def test_a_harmful_candidate_is_not_published_at_any_earlier_score():
+    """It accepts less, or is not finite."""
     worse = judges.pair_of(dict.fromkeys(range(20), -0.2))
     broken = judges.pair_of(dict.fromkeys(range(9), 0.1))
     for row in broken.new.requests.values():
@@ -173,19 +175,19 @@ def test_a_harmful_candidate_is_not_published_whatever_earlier_scores_said():
     for pair in (worse, broken):
         evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
         nothing = judges.pair_of({})
-        found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
-        assert found.harmful and not found.publish
+        verdict = judge(1, 0.0, nothing, pair, TrainConfig(), "served", evidence)
+        assert verdict.harmful and not verdict.publish
 
 
-def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
-    """Fresh requests judged it before the cycle, held-out ones after it."""
+def test_a_candidate_damaged_by_its_cycle_is_not_published():
+    """Fresh requests scored it before the cycle, held-out ones after it."""
     good = judges.pair_of(dict.fromkeys(range(20), 0.2))
     spoilt = judges.pair_of(dict.fromkeys(range(30, 40), -0.2))
     for steps, publish in ((0, True), (8, False)):
         evidence = Evidence(running=40.0, total=5.0, weight=20.0, requests=60)
-        found = judge(steps, 0.0, spoilt, good, TrainConfig(), "served", evidence)
-        assert found.publish is publish
-        assert ("held-out requests got worse" in found.reason) != publish
+        verdict = judge(steps, 0.0, spoilt, good, TrainConfig(), "served", evidence)
+        assert verdict.publish is publish
+        assert ("held-out requests got worse" in verdict.reason) != publish
 
 
 @pytest.mark.parametrize(
@@ -198,15 +200,15 @@ def test_a_candidate_that_a_cycle_has_spoilt_is_not_published():
 )
 def test_few_requests_or_a_large_error_make_no_candidate_harmful(gains, harmful):
     nothing, pair = judges.pair_of({}), judges.pair_of(dict(enumerate(gains)))
-    found = judge(1, 0.0, nothing, pair, TrainConfig(), "served", Evidence())
-    assert found.harmful is harmful and found.gain < -0.3
+    verdict = judge(1, 0.0, nothing, pair, TrainConfig(), "served", Evidence())
+    assert verdict.harmful is harmful and verdict.gain < -0.3
 
 
 # --------------------------------------------------------------------- form served
 
 
 def taught(say) -> Eagle3Draft:
-    """A draft that says `say(token)` after a token."""
+    """Return a draft trained to predict a function of the token."""
     knobs = TrainConfig(batch_tokens=512, learning_rate=1e-2, ttt_steps=3)
     trainer = Trainer(TOY.draft(), TOY.rows, knobs, stepper=None)
     rng = random.Random(0)
@@ -221,7 +223,7 @@ def taught(say) -> Eagle3Draft:
 
 
 def nearly_even(token: int) -> torch.Tensor:
-    """Hidden state of a target that says a token (0.52) or the one after it (0.48)."""
+    """Hidden state of a target: a token (0.52) or the next one (0.48)."""
     rows = TOY.head[[token, (token + 1) % VOCAB]]
     return rows.T @ torch.linalg.solve(rows @ rows.T, torch.tensor([30.1, 30.0]))
 
@@ -238,8 +240,8 @@ def drafts() -> tuple[Eagle3Draft, Eagle3Draft]:
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_candidate_is_judged_in_the_form_that_is_served(drafts, sampled, method):
-    """As a reverse-KL head: more mass, fewer best tokens. Nearly even odds of two."""
+def test_a_candidate_is_scored_in_the_served_form(drafts, sampled, method):
+    """As with reverse KL: more mass, fewer best tokens. Nearly even odds of two."""
     live, candidate = drafts
     knobs = TrainConfig(**KNOBS)
     trainer = Trainer(live.clone(), TOY.rows, knobs, draft_sample_method=method)

@@ -34,7 +34,7 @@ def _outcomes(z: torch.Tensor, p: torch.Tensor, mass=None) -> Outcomes:
 
 
 def _one(term: str, outcomes: Outcomes, **knobs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value [n] and gradient [n, V] of one term."""
+    """Return value [n] and gradient [n, V] of one term."""
     count = outcomes.z.shape[0]
     values, grad = combine(
         outcomes,
@@ -48,7 +48,7 @@ def _one(term: str, outcomes: Outcomes, **knobs) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("term", TERMS)
-def test_value_and_gradient_are_the_equation_s(term, case):
+def test_value_and_gradient_follow_the_equation(term, case):
     for rows, vocab, hidden in ((13, 37, 9), (1, 5, 3), (3, 130, 17)):
         problem = make_problem(case, torch.float64, rows, vocab, hidden)
         gaps = differences(problem, term)
@@ -57,7 +57,7 @@ def test_value_and_gradient_are_the_equation_s(term, case):
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_bfloat16_and_float32_stay_near_float64(term):
+def test_bfloat16_and_float32_are_close_to_float64(term):
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 0.1)):
         if term == "discard" and dtype == torch.bfloat16:
             continue  # the rounded teacher may take another token at the cut
@@ -67,7 +67,7 @@ def test_bfloat16_and_float32_stay_near_float64(term):
             assert gaps["gradient"] < limit * max(1.0, gaps["gradient_scale"])
 
 
-def test_gradient_at_a_tie_is_the_equation_s_choice():
+def test_gradient_at_a_tie_follows_the_equation():
     # q <= p counts a tie as accepted: -q (1 - s) on ties and below, q s above
     p = torch.tensor([[0.25, 0.5, 0.25]]).double()
     q = torch.tensor([[0.25, 0.25, 0.5]]).double()
@@ -77,7 +77,7 @@ def test_gradient_at_a_tie_is_the_equation_s_choice():
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-15)
 
 
-def test_teacher_without_mass_on_some_tokens():
+def test_teacher_has_no_mass_on_some_tokens():
     z = _double(ROWS, VOCAB)
     p = _double(ROWS, VOCAB).softmax(-1)
     p[:, ::2] = 0.0
@@ -99,7 +99,7 @@ def test_teacher_without_mass_on_some_tokens():
 
 
 @pytest.mark.parametrize("term", TEACHER_TERMS)
-def test_draft_that_gives_the_teacher_s_token_nothing(term):
+def test_draft_has_no_mass_on_the_teachers_token(term):
     # exp(-300) is zero in float32: logarithms come from the logits, not from q
     z = torch.zeros(1, 3)
     z[0, 0] = 300.0
@@ -118,11 +118,11 @@ def _listed(
     ids: list[list[int]], p: list[list[float]], tail: list[float], vocab: VocabMap
 ) -> TopKTeacher:
     logs = torch.tensor(p, dtype=torch.float64).log()
-    rest = torch.tensor(tail, dtype=torch.float64).log()
-    return TopKTeacher.from_topk(TopK(torch.tensor(ids).int(), logs, rest), vocab)
+    other = torch.tensor(tail, dtype=torch.float64).log()
+    return TopKTeacher.from_topk(TopK(torch.tensor(ids).int(), logs, other), vocab)
 
 
-def test_tail_that_the_draft_gives_nothing():
+def test_draft_has_no_mass_on_the_tail():
     # the draft's mass off the list is exp(-400): the pull upwards must survive
     z = torch.full((1, 4), -400.0)
     z[0, 1] = 0.0
@@ -137,7 +137,7 @@ def test_tail_that_the_draft_gives_nothing():
     assert grad[0].tolist() == pytest.approx([*pull, -0.5 * float(within[2])])
 
 
-def test_list_that_names_all_of_a_pruned_vocabulary_drops_the_tail():
+def test_a_list_of_a_whole_pruned_vocabulary_drops_the_tail():
     vocab = VocabMap.from_target_ids(torch.tensor([2, 5]), 8)
     teacher = _listed([[5, 0, 2]], [[0.4, 0.3, 0.1]], [0.2], vocab)
     assert teacher.mass is not None
@@ -152,7 +152,7 @@ def test_list_that_names_all_of_a_pruned_vocabulary_drops_the_tail():
 
 
 @pytest.mark.parametrize("term", TEACHER_TERMS)
-def test_row_without_mass_in_the_vocabulary_teaches_nothing(term):
+def test_a_row_without_mass_in_the_vocabulary_has_no_loss(term):
     vocab = VocabMap.from_target_ids(torch.tensor([2, 5, 6]), 8)
     teacher = _listed([[0, 1]], [[0.6, 0.4]], [0.0], vocab)
     outcomes = teacher.outcomes(torch.tensor([0]), _double(1, 3))

@@ -1,4 +1,4 @@
-"""Teachers, the fused head, and the weights of rows, requests, steps and ranks."""
+"""Teachers, the fused LM head, and weights of rows, requests, steps and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
     LossTask,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
 from vllm_tide.train.sample import Sample
@@ -37,16 +37,18 @@ def _seed():
     torch.manual_seed(0)
 
 
-def _teacher(hidden: torch.Tensor, rows: torch.Tensor, kept=None) -> HiddenTeacher:
+def _teacher(
+    hidden: torch.Tensor, rows: torch.Tensor, target_ids=None
+) -> HiddenTeacher:
     target = TargetRows(rows, rows)
-    return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, kept)
+    return HiddenTeacher.from_hidden(hidden, target, rows, torch.float64, target_ids)
 
 
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * VOCAB * 3, 1 << 20])
-def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
+def test_fused_lm_head_equals_autograd(monkeypatch, chunk_bytes):
     """Chunks and blocks of any size; committed rows first, then branch rows."""
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(losses, "HEAD_BLOCK_BYTES", 2 * chunk_bytes)
+    monkeypatch.setattr(losses, "LOGIT_GRAD_BYTES", 2 * chunk_bytes)
     normed, head = _double(ROWS, HIDDEN, grad=True), _double(VOCAB, HIDDEN, grad=True)
     hidden, rows = _double(4, HIDDEN), _double(VOCAB, HIDDEN)
     index, weights = torch.tensor([0, 1, 2, 3, 1, 0, 3]), torch.rand(3, ROWS).double()
@@ -60,17 +62,19 @@ def test_fused_head_equals_autograd(monkeypatch, chunk_bytes):
     expected[2] = expected[0]  # discard that filters nothing
     used = torch.ones(3, ROWS, dtype=torch.bool)
     used[:2, 5:], used[2, :5] = False, False
-    wanted = torch.autograd.grad((expected * used * weights).sum() * 3, [normed, head])
+    expected_grads = torch.autograd.grad(
+        (expected * used * weights).sum() * 3, [normed, head]
+    )
     mix = LossMix(
         {"forward_kl": 1.0, "next_token": 1.0, "discard": 1.0}, discard_topk=VOCAB
     )
     task = LossTask(mix, index, weights, labels, 5)
-    total, values = fused_head_loss(
+    total, values = fused_lm_head_loss(
         normed, head, head.detach(), _teacher(hidden, rows), task
     )
     torch.testing.assert_close(values, (expected * used).detach(), rtol=0, atol=1e-13)
     ours = torch.autograd.grad(total * 3, [normed, head])
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
+    torch.testing.assert_close(ours, expected_grads, rtol=0, atol=1e-13)
 
 
 def _with_branch(sample: Sample, position: int, size: int) -> Sample:
@@ -117,16 +121,16 @@ def _reference_loss(
             log_q = (draft.tensor("lm_head.weight") @ out[r]).log_softmax(-1)
             y = batch.teacher[t]
             p = (TOY.head @ y).softmax(-1)
-            found = {}
+            losses = {}
             if at >= trunk:
                 top = p.topk(loss_terms.DISCARD_TOPK)
                 f = top.values / top.values.sum()
-                found["discard"] = (f * (f.log() - log_q[top.indices])).sum()
+                losses["discard"] = (f * (f.log() - log_q[top.indices])).sum()
             else:
-                found["forward_kl"] = (p * (p.log() - log_q)).sum()
+                losses["forward_kl"] = (p * (p.log() - log_q)).sum()
                 if t + 1 < starts[d + 1]:
-                    found["next_token"] = -log_q[batch.tokens[t + 1]]
-            for name, value in found.items():
+                    losses["next_token"] = -log_q[batch.tokens[t + 1]]
+            for name, value in losses.items():
                 steps = kinds.setdefault(name, [[] for _ in outputs])
                 steps[i].append((batch.keys[d], value))
     total = torch.zeros(())
@@ -146,21 +150,21 @@ def test_loss_of_a_batch_is_the_sum_of_per_step_means():
     config = TrainConfig(loss={"discard": 0.3, "forward_kl": 1.0, "next_token": 0.2})
     draft, batch = TOY.draft(), pack(_documents())
     made = TrainStep(draft, TOY.rows, config)
-    found = made.loss_of(batch)
-    assert found is not None
-    total, sums = found
+    losses = made.loss_of(batch)
+    assert losses is not None
+    total, sums = losses
     expected = _reference_loss(draft, batch, config)
     assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     ours = torch.autograd.grad(total, made.parameters)
-    wanted = torch.autograd.grad(expected, made.parameters)
-    for a, b in zip(ours, wanted, strict=True):
+    expected_grads = torch.autograd.grad(expected, made.parameters)
+    for a, b in zip(ours, expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert sums.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
     weighted = sum(x * 0.8**i for i, x in enumerate(sums.step_losses))
     assert weighted == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
-def test_branches_are_left_alone_unless_discard_is_named():
+def test_branches_are_unused_unless_discard_is_named():
     plain = [replace(d, branches=()) for d in _documents()]
     losses_of = []
     for documents in (_documents(), plain):

@@ -1,4 +1,4 @@
-"""The buffer's hygiene: shares, age, duplicates, stale branches, purge."""
+"""The sample buffer: shares, age, duplicates, stale branches, purge."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, cap_factors, is_held_out
+from vllm_tide.train.reservoir import Purged, SampleBuffer, cap_factors, in_holdout
 from vllm_tide.train.sample import Branch, Sample
-from vllm_tide.transport.tenant import NOBODY
+from vllm_tide.transport.tenant import NO_TENANT
 
 TOY = ToyTarget()
 KNOBS = {
@@ -22,8 +22,8 @@ KNOBS = {
     "buffer_tokens": 4096,
     "holdout_share": 0.3,
 }
-TRAIN_KEYS = [k for k in range(4000) if not is_held_out(k, 0.3)]
-HELD_KEYS = [k for k in range(4000) if is_held_out(k, 0.3)]
+TRAIN_KEYS = [k for k in range(4000) if not in_holdout(k, 0.3)]
+HOLDOUT_KEYS = [k for k in range(4000) if in_holdout(k, 0.3)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def small(monkeypatch):
 
 
 def buffer_of(**changes) -> tuple[SampleBuffer, SimpleNamespace]:
-    """A buffer and its clock (Unix time)."""
+    """Return a buffer and its clock (Unix time)."""
     clock = SimpleNamespace(now=1000.0)
     config = TrainConfig(**{**KNOBS, **changes})
     return SampleBuffer(config, lambda: clock.now), clock
@@ -57,7 +57,7 @@ def branch(position: int, version: int = 0, size: int = 2) -> Branch:
 
 
 def trained(buffer: SampleBuffer, key: int) -> list[int]:
-    """Every position trained of a request, with repetition."""
+    """Return every trained position of a request, with repetition."""
     out: list[int] = []
     for sample in [*buffer.train, *buffer.holdout]:
         if sample.key == key:
@@ -68,7 +68,7 @@ def trained(buffer: SampleBuffer, key: int) -> list[int]:
 # ------------------------------------------------------------------ plain passes
 
 
-def test_a_plain_pass_is_every_window_once_and_new_ones_first():
+def test_a_plain_pass_has_every_window_once_and_new_ones_first():
     buffer, _ = buffer_of()
     for key in TRAIN_KEYS[:10]:
         buffer.add(document(key))
@@ -81,15 +81,15 @@ def test_a_plain_pass_is_every_window_once_and_new_ones_first():
     assert len(keys) == 15
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
     until = buffer.newest
-    buffer.add(document(TRAIN_KEYS[15]))  # what comes later stays fresh
+    buffer.add(document(TRAIN_KEYS[15]))  # later windows stay fresh
     assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:15])
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[15:16]
     assert buffer.shuffled()[0].key == TRAIN_KEYS[15]
-    buffer.fresh = buffer.train[2:4]  # put back
+    buffer.fresh = buffer.train[2:4]  # restored
     assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
 
 
-def test_counts_agree_with_what_is_held_whatever_happens():
+def test_counts_agree_with_the_stored_windows():
     buffer, clock = buffer_of(buffer_tokens=1024, tenant_share=0.3)
     rng = random.Random(3)
     for step in range(100):
@@ -109,27 +109,27 @@ def test_counts_agree_with_what_is_held_whatever_happens():
             assert tokens == sum(s.num_tokens for s in side)
             assert all(s.num_trained for s in side)
         assert {id(s) for s in buffer.fresh} <= {id(s) for s in buffer.train}
-        held = Counter(trained(buffer, key))
-        assert not held or max(held.values()) == 1
+        counts = Counter(trained(buffer, key))
+        assert not counts or max(counts.values()) == 1
 
 
 # -------------------------------------------------------------------- duplicates
 
 
-@pytest.mark.parametrize("keys", [TRAIN_KEYS, HELD_KEYS])
-def test_a_recomputed_document_replaces_the_one_before(keys):
+@pytest.mark.parametrize("keys", [TRAIN_KEYS, HOLDOUT_KEYS])
+def test_a_recomputed_document_replaces_the_previous_one(keys):
     buffer, _ = buffer_of()
     old, new = document(keys[0]), document(keys[0])
     new = replace(new, features=new.features + 1)
     buffer.add(old)
     buffer.add(document(keys[1]))
     buffer.add(new)
-    (held,) = [s for s in [*buffer.train, *buffer.holdout] if s.key == keys[0]]
-    assert torch.equal(held.features, new.features)
+    (holdout,) = [s for s in [*buffer.train, *buffer.holdout] if s.key == keys[0]]
+    assert torch.equal(holdout.features, new.features)
     assert buffer.evicted["duplicate"] == 20
 
 
-def test_a_document_that_overlaps_takes_over_from_its_first_trained_row():
+def test_an_overlapping_document_replaces_from_its_first_trained_row():
     buffer, _ = buffer_of()
     whole = document(TRAIN_KEYS[0], 40)
     middle = document(TRAIN_KEYS[1], 40)
@@ -150,14 +150,16 @@ def test_a_document_that_overlaps_takes_over_from_its_first_trained_row():
     assert buffer.evicted["duplicate"] == 9
 
 
-def test_a_branch_is_held_once():
+def test_a_branch_is_stored_once():
     buffer, _ = buffer_of()
     whole = document(TRAIN_KEYS[0], 40)
     old = replace(whole, branches=(branch(5), branch(18)))
     buffer.add(old)
     buffer.add(replace(part(whole, 10, 20), branches=(branch(18, 7),)))
-    found = [(b.position, int(b.tokens[0])) for s in buffer.train for b in s.branches]
-    assert found == [(5, 0), (18, 7)]
+    branches = [
+        (b.position, int(b.tokens[0])) for s in buffer.train for b in s.branches
+    ]
+    assert branches == [(5, 0), (18, 7)]
 
 
 # ------------------------------------------------------------------------ tenants
@@ -169,22 +171,22 @@ def test_a_tenant_fills_its_share_of_the_buffer_and_no_more():
         buffer.add(document(key, tenant=1))
     for key in TRAIN_KEYS[20:400]:
         buffer.add(document(key, tenant=2))
-    held = Counter(s.tenant for s in buffer.train)
-    assert held[2] == 1024 // 20
-    assert held[1] == 20
+    counts = Counter(s.tenant for s in buffer.train)
+    assert counts[2] == 1024 // 20
+    assert counts[1] == 20
     assert buffer.evicted["train"] == 0
-    # Its own oldest went, not the others'.
+    # Its own oldest are removed, not the others'.
     newest = [s.key for s in buffer.train if s.tenant == 2]
-    assert newest == TRAIN_KEYS[400 - held[2] : 400]
-    for key in HELD_KEYS[:200]:  # and on the held-out side
+    assert newest == TRAIN_KEYS[400 - counts[2] : 400]
+    for key in HOLDOUT_KEYS[:200]:  # and on the held-out side
         buffer.add(document(key, tenant=2))
     assert buffer.holdout_tokens <= 256
-    for key in TRAIN_KEYS[400:500]:  # who has no name has no bound
+    for key in TRAIN_KEYS[400:500]:  # a request without a tenant has no bound
         buffer.add(document(key))
-    assert sum(s.num_tokens for s in buffer.train if s.tenant == NOBODY) == 2000
+    assert sum(s.num_tokens for s in buffer.train if s.tenant == NO_TENANT) == 2000
 
 
-def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
+def test_a_heavy_tenant_draws_its_share_while_the_buffer_is_not_full():
     buffer, _ = buffer_of(tenant_share=0.25)
     for key in TRAIN_KEYS[:50]:
         buffer.add(document(key, tenant=9))
@@ -197,31 +199,31 @@ def test_a_loud_tenant_draws_its_share_while_the_buffer_is_not_full():
     assert drawn[9] / drawn.total() == pytest.approx(0.25, abs=0.03)
 
 
-def test_random_masses_keep_the_share_with_as_few_caps_as_possible():
+def test_random_masses_keep_the_share_with_the_fewest_caps():
     rng = random.Random(0)
     for _ in range(200):
         count = rng.randint(1, 8)
         masses = {t: 10 ** rng.uniform(-3, 3) for t in range(1, count + 1)}
         if rng.random() < 0.5:
-            masses[NOBODY] = 10 ** rng.uniform(-3, 3)
+            masses[NO_TENANT] = 10 ** rng.uniform(-3, 3)
         share = rng.uniform(0.05, 0.95)
         factors = cap_factors(masses, share)
-        assert NOBODY not in factors and all(0 < f < 1 for f in factors.values())
+        assert NO_TENANT not in factors and all(0 < f < 1 for f in factors.values())
         after = {t: mass * factors.get(t, 1.0) for t, mass in masses.items()}
         largest = max((mass for t, mass in after.items() if t), default=0.0)
-        if NOBODY in masses or count * share > 1:
+        if NO_TENANT in masses or count * share > 1:
             assert largest <= (share + 1e-9) * sum(after.values())
             # A tenant that is cut is exactly at the bound.
             for tenant in factors:
                 bound = share * sum(after.values())
                 assert after[tenant] == pytest.approx(bound)
-        else:  # no share can be kept: equal ones
+        else:  # no share is possible: equal ones
             assert largest == pytest.approx(sum(after.values()) / count)
-    assert cap_factors({}, 0.5) == cap_factors({NOBODY: 10.0, 1: 1.0}, 0.5) == {}
+    assert cap_factors({}, 0.5) == cap_factors({NO_TENANT: 10.0, 1: 1.0}, 0.5) == {}
     assert cap_factors({1: 10.0, 2: 1.0}, 1.0) == {}
 
 
-# ------------------------------------------------- a loud client and the held-out side
+# ----------------------------------------------- a heavy client and the held-out side
 
 HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
 
@@ -229,12 +231,12 @@ HONEST, LOUD, ATTACK_TOKENS = 7, 8, 84_224
 @pytest.mark.parametrize(
     ("honest", "attacker"),
     [
-        (lambda n: NOBODY, lambda n: LOUD),  # one stable name
-        (lambda n: HONEST, lambda n: NOBODY),  # no name
+        (lambda n: NO_TENANT, lambda n: LOUD),  # one stable name
+        (lambda n: HONEST, lambda n: NO_TENANT),  # no name
         (lambda n: HONEST + n % 4, lambda n: 1000 + n),  # a new one for each request
     ],
 )
-def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
+def test_a_flood_leaves_half_of_the_honest_holdout_windows(honest, attacker):
     """Twice what would flush all of them, at the defaults; tenants by number."""
     clock = SimpleNamespace(now=0.0)
     with pytest.MonkeyPatch.context() as patched:
@@ -254,12 +256,12 @@ def test_a_flood_leaves_half_of_the_honest_held_out_windows(honest, attacker):
     assert sum(sample.key in mine for sample in buffer.holdout) >= 16
 
 
-def test_held_out_windows_follow_a_shift_and_silent_tenants_lose_their_floor():
+def test_holdout_follows_a_shift_and_silent_tenants_lose_their_floor():
     buffer, clock = buffer_of()  # 51 windows of 20 tokens
-    for key in HELD_KEYS[:60]:
+    for key in HOLDOUT_KEYS[:60]:
         buffer.add(document(key, tenant=1))
     clock.now += 601
-    for key in HELD_KEYS[60:300]:
+    for key in HOLDOUT_KEYS[60:300]:
         buffer.add(document(key, tenant=key % 2 * 2))
     left = Counter(s.tenant for s in buffer.holdout)
     assert left[1] <= 3 and min(left[0], left[2]) > 15
@@ -286,7 +288,7 @@ def test_purge_by_tenant_and_by_time():
     assert not buffer.shuffled()
 
 
-def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
+def test_windows_older_than_max_age_are_forgotten_on_both_sides():
     buffer, clock = buffer_of(max_age_s=12.0)
     for key in range(30):
         buffer.add(document(key))
@@ -304,22 +306,24 @@ def test_what_is_older_than_max_age_is_forgotten_on_both_sides():
     assert not buffer.shuffled() and buffer.new_tokens == 0
 
 
-def test_held_out_requests_are_evaluated_in_turn_and_new_ones_at_once():
+def test_holdout_requests_are_evaluated_cyclically_and_new_ones_at_once():
     buffer, _ = buffer_of()
-    for key in HELD_KEYS[:30]:
+    for key in HOLDOUT_KEYS[:30]:
         buffer.add(document(key))
-    held = [s.key for s in buffer.holdout]
-    scored = set(held[:-5])
+    holdout = [s.key for s in buffer.holdout]
+    scored = set(holdout[:-5])
     seen = Counter()
-    for turn in range(30):
-        chosen, others = buffer.held_out(scored, 100, turn)
-        found = [s.key for s in chosen + others]
-        assert len(set(found)) == len(found) and set(found) <= set(held)
+    for evaluation in range(30):
+        chosen, others = buffer.split_holdout(scored, 100, evaluation)
+        keys = [s.key for s in chosen + others]
+        assert len(set(keys)) == len(keys) and set(keys) <= set(holdout)
         assert sum(s.num_tokens for s in others) == 100
-        assert set(held[-5:]) <= {s.key for s in chosen}
+        assert set(holdout[-5:]) <= {s.key for s in chosen}
         assert sum(s.num_tokens for s in chosen if s.key in scored) == 100
         seen.update(s.key for s in chosen)
-    assert set(seen) == set(held)
-    assert buffer.held_out(scored, 10**6, 0)[1] == []
-    assert buffer.held_out((), 0, 0)[1] == []
-    assert all(any(buffer.held_out(held, 1, turn)) for turn in range(30))
+    assert set(seen) == set(holdout)
+    assert buffer.split_holdout(scored, 10**6, 0)[1] == []
+    assert buffer.split_holdout((), 0, 0)[1] == []
+    assert all(
+        any(buffer.split_holdout(holdout, 1, evaluation)) for evaluation in range(30)
+    )

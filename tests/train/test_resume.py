@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and that a damaged or torn one is never read."""
+"""The content of a checkpoint; a damaged or torn one is never read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weights(run: Run) -> torch.Tensor:
     return weights_of(run.draft)
 
 
-def test_the_same_batches_after_a_load_give_the_same_curve_to_the_last_bit(tmp_path):
+def test_the_curve_after_a_load_is_identical_to_the_last_bit(tmp_path):
     whole = Run()
     losses = whole.train(STOP)
     path = whole.save(tmp_path)
@@ -99,7 +99,7 @@ def test_each_weight_moves_as_torch_moves_it():
     assert not ours.step.optimizer.state
 
 
-def test_moments_of_which_some_are_missing_are_left_out(tmp_path):
+def test_incomplete_moments_are_left_out(tmp_path):
     first, again = Run(count=4), Run(seed=3, count=4)
     first.train(1), again.train(1)
     matrix = next(p for p in reversed(first.stepper.step.parameters) if p.ndim == 2)
@@ -109,8 +109,8 @@ def test_moments_of_which_some_are_missing_are_left_out(tmp_path):
     assert torch.equal(weights(again), weights(first))
 
 
-def test_a_trainer_that_goes_on_begins_a_new_cycle_with_its_counters(tmp_path):
-    """From a checkpoint in the middle of a cycle too: a step done stays done."""
+def test_a_resumed_trainer_begins_a_new_cycle_with_its_counters(tmp_path):
+    """From a checkpoint in the middle of a cycle too: a finished step counts."""
     trainer = Trainer(TOY.draft(), TOY.rows, KNOBS)
     trainer.add_samples(documents_of(random.Random(1), 60))
     trainer.train_cycle()
@@ -142,9 +142,9 @@ def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
     trainer.add_samples(documents_of(random.Random(1), 12))
     trainer.train_cycle()
     path = trainer.save(tmp_path, 0)
-    held = [*trainer.buffer.train, *trainer.buffer.holdout]
-    rows = [s.features.numpy().tobytes()[:32] for s in held]
-    rows += [s.tokens.numpy().tobytes() for s in held]
+    documents = [*trainer.buffer.train, *trainer.buffer.holdout]
+    rows = [s.features.numpy().tobytes()[:32] for s in documents]
+    rows += [s.tokens.numpy().tobytes() for s in documents]
     for file in path.iterdir():
         raw = file.read_bytes()
         assert not any(row in raw for row in rows)
@@ -153,7 +153,7 @@ def test_no_captured_token_or_feature_is_in_a_checkpoint(tmp_path):
 def test_only_the_newest_checkpoints_stay_and_torn_ones_are_removed(tmp_path):
     run = Run(count=4)
     (tmp_path / ".writing-1").mkdir()
-    (tmp_path / "checkpoint-00000009").mkdir()  # no state.json: never finished
+    (tmp_path / "checkpoint-00000009").mkdir()  # no state.json: unfinished
     paths = [run.save(tmp_path) for _ in range(4)]
     assert checkpoint.latest(tmp_path) == paths[-1]
     assert [p.exists() for p in paths] == [False, False, True, True]
@@ -162,7 +162,7 @@ def test_only_the_newest_checkpoints_stay_and_torn_ones_are_removed(tmp_path):
     assert checkpoint.latest(tmp_path / "absent") is None
 
 
-def test_a_full_disk_stops_no_training(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
     def write_data(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -170,7 +170,7 @@ def test_a_full_disk_stops_no_training(tmp_path, monkeypatch):
     first = run.save(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(HuggingFaceStorageWriter, "write_data", write_data)
-        with pytest.raises(OSError, match="could not write: .*No space left"):
+        with pytest.raises(OSError, match="cannot write: .*No space left"):
             run.save(tmp_path)
     assert checkpoint.latest(tmp_path) == first
     run.train(1)

@@ -24,16 +24,16 @@ from vllm_tide.train.evaluate import (
     gain,
 )
 from vllm_tide.train.judgement import (
-    ENOUGH,
-    LEAST_RATE,
-    REGROWTH,
+    MIN_RATE,
+    PUBLISH_EVIDENCE,
+    RATE_GROWTH,
     Evidence,
     Pair,
     cycle_lr_scale,
     next_rate,
-    unjudged,
+    without_evaluation,
 )
-from vllm_tide.train.reservoir import is_held_out
+from vllm_tide.train.reservoir import in_holdout
 from vllm_tide.train.step import has_fast_bfloat16
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def test_live_draft_moves_when_published_and_goes_back_to_a_snapshot():
+def test_the_live_draft_changes_when_published_and_returns_to_a_snapshot():
     trainer = toy_trainer()
     snapshot, before = trainer.snapshot(), weights_of(trainer.live)
     trainer.train_cycle()
@@ -54,20 +54,20 @@ def test_live_draft_moves_when_published_and_goes_back_to_a_snapshot():
     assert torch.equal(weights_of(trainer.live), before)
 
 
-def test_gate_refuses_a_small_gain_and_without_a_scored_request():
+def test_the_gate_refuses_a_small_gain_and_without_a_scored_request():
     result = toy_trainer(min_gain=10.0).train_cycle()
     assert not result.publish
     assert "below min_gain" in result.reason
     trainer = toy_trainer(0)
-    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    key = next(k for k in range(100) if not in_holdout(k, 0.3))
     trainer.add_samples([TOY.document(1, 60, 3, key)])
     result = trainer.train_cycle()
     assert not result.publish
     assert "no request has been scored" in result.reason
 
 
-def test_requests_are_judged_before_they_are_learnt_from():
-    """Nothing is held out here: the gate has the newest requests alone."""
+def test_requests_are_scored_before_they_are_learned():
+    """No holdout here: the gate has the newest requests alone."""
     trainer = toy_trainer(0, holdout_share=1e-9)
     rng = random.Random(4)
     trainer.add_samples(documents_of(rng, 20))
@@ -84,7 +84,8 @@ def test_requests_are_judged_before_they_are_learnt_from():
     expected = Evidence()
     expected.add(list(Pair(new, live).gains("served").values()))
     assert second.evidence == pytest.approx(expected.wealth)
-    assert second.publish == (expected.wealth >= ENOUGH and expected.gain >= 0.01)
+    enough = expected.wealth >= PUBLISH_EVIDENCE
+    assert second.publish == (enough and expected.gain >= 0.01)
     assert second.new is not None
     assert not second.new.requests  # held-out figures are of held-out requests alone
     trainer.published()
@@ -102,7 +103,7 @@ def test_the_first_steps_after_a_reset_are_small(monkeypatch):
 
     monkeypatch.setattr(trainer.stepper, "run", record)
     trainer.train_cycle()
-    first = [0.5 / 8 * LEAST_RATE, 2 / 8 * LEAST_RATE]
+    first = [0.5 / 8 * MIN_RATE, 2 / 8 * MIN_RATE]
     assert scales[:2] == pytest.approx(first)
     rate = trainer.rate
     assert trainer.train_cycle() and max(scales[12:]) == pytest.approx(rate)
@@ -117,7 +118,8 @@ def test_a_cycle_after_one_without_gain_takes_one_pass(monkeypatch):
 
     def judged(*given):
         gained = 1.0 if next(improved) else 0.0
-        return replace(unjudged(1, 0.0, "told"), improved=bool(gained), gain=gained)
+        result = without_evaluation(1, 0.0, "planted")
+        return replace(result, improved=bool(gained), gain=gained)
 
     monkeypatch.setattr("vllm_tide.train.trainer.judge", judged)
     passes = []
@@ -133,21 +135,21 @@ def test_a_slow_device_makes_short_cycles_and_scores_few_rows(monkeypatch):
     assert trainer.train_cycle().steps == 12
     monkeypatch.setattr("vllm_tide.train.trainer.CYCLE_SECONDS", 0.0)
     assert trainer.train_cycle().steps == 4
-    monkeypatch.setattr("vllm_tide.train.trainer.LEAST_SCORED", 32)
+    monkeypatch.setattr("vllm_tide.train.trainer.MIN_SCORED_ROWS", 32)
     short = trainer.train_cycle()
     assert short.steps == 4
     assert sum(s.num_tokens for s in trainer.buffer.holdout) > 128
     assert sum(row[0] for row in short.new.requests.values()) <= 64
 
 
-def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from():
+def test_requests_during_a_cycle_are_scored_before_they_are_learned():
     trainer = toy_trainer(0, holdout_share=1e-9, steps_per_cycle=8)
     rng = random.Random(4)
     trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in range(20))
     trainer.train_cycle()
     trainer.add_samples(TOY.document(rng.randrange(64), 20, 3, k) for k in (30, 31))
     late = {rng.getrandbits(64) for _ in range(8)}
-    ahead = iter(late)  # the first of them amid the evaluation of those two
+    ahead = iter(late)  # the first of them during the evaluation of those two
 
     def arrive() -> bool:
         if (key := next(ahead, None)) is not None:
@@ -156,39 +158,39 @@ def test_requests_that_come_amid_a_cycle_are_judged_before_they_are_learnt_from(
 
     amid = trainer.train_cycle(arrive)
     assert amid.fresh_requests == 2
-    assert amid.steps == 8  # more than one pass, over what was there when it began
+    assert amid.steps == 8  # more than one pass over the requests of its start
     assert not any(s.trained for s in trainer.buffer.train if s.key in late)
     assert trainer.train_cycle().fresh_requests == 8
-    trainer.train_cycle()  # the one before may have published what it scored
+    trainer.train_cycle()  # the previous one may have published its scored candidate
     assert all(s.trained for s in trainer.buffer.train if s.key in late)
 
 
 @pytest.mark.parametrize("lost", [0.02, 0.2])
-def test_held_out_requests_of_gone_traffic_hold_no_draft_back(lost):
+def test_holdout_requests_of_past_traffic_do_not_block_a_draft(lost):
     trainer = toy_trainer(40, holdout_share=0.3, learning_rate=1e-9)
     trainer.train_cycle()
     rng = random.Random(9)
     trainer.add_samples(documents_of(rng, 40))
-    held = {s.key for s in trainer.buffer.holdout}
+    holdout = {s.key for s in trainer.buffer.holdout}
 
     def gain(sample):
-        return (-lost if sample.key in held else 1.0) * (1 + sample.key % 3 / 20)
+        return (-lost if sample.key in holdout else 1.0) * (1 + sample.key % 3 / 20)
 
     set_gains(trainer, gain)
     trainer._live_scores.keep(())  # of the real evaluation
     result = trainer.train_cycle()
     assert result.publish and result.improved and result.steps == 0
-    assert result.evidence >= ENOUGH
-    # It could not be sent: training goes on from it, whatever comes.
+    assert result.evidence >= PUBLISH_EVIDENCE
+    # It could not be sent: training continues from it in any case.
     trainer.add_samples(documents_of(rng, 8))
     assert trainer.train_cycle().steps > 0
 
 
-def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
+def test_a_draft_that_is_worse_on_the_newest_requests_is_not_published():
     trainer = toy_trainer(40, learning_rate=1e-9)
     trainer.train_cycle()
     trainer.add_samples(documents_of(random.Random(9), 8))
-    trainer.evidence = Evidence(running=2 * ENOUGH, total=50.0, weight=20.0)
+    trainer.evidence = Evidence(running=2 * PUBLISH_EVIDENCE, total=50.0, weight=20.0)
     fresh = {s.key for s in trainer.unscored}
 
     def gain(sample):
@@ -201,7 +203,7 @@ def test_a_draft_with_which_the_newest_requests_get_worse_is_held_back():
     assert "the newest requests got worse" in result.reason
 
 
-def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeypatch):
+def test_a_harmful_cycle_is_undone_and_the_next_one_steps_smaller(monkeypatch):
     trainer, rng = toy_trainer(40), random.Random(5)
     trainer.rate = 1.0
     before = weights_of(trainer.live)
@@ -220,13 +222,13 @@ def test_a_cycle_that_does_harm_is_undone_and_the_next_one_steps_smaller(monkeyp
         undone.append(torch.equal(weights_of(trainer.draft), before))
         assert undone[-1] == result.harmful
         assert not (result.harmful and result.publish)
-    # The third has no candidate yet that new requests could have judged.
+    # The third has no candidate yet that new requests could score.
     assert undone == [False, True, False, False]
-    assert rates == pytest.approx([1.0, 0.5, 0.5 * REGROWTH, 1.0])
-    assert next_rate(LEAST_RATE, replace(result, harmful=True)) == LEAST_RATE
+    assert rates == pytest.approx([1.0, 0.5, 0.5 * RATE_GROWTH, 1.0])
+    assert next_rate(MIN_RATE, replace(result, harmful=True)) == MIN_RATE
 
 
-def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch):
+def test_lost_tokens_are_no_harm_while_the_divergence_falls(monkeypatch):
     trainer = toy_trainer(40)
     trainer.train_cycle()
     trainer.add_samples(documents_of(random.Random(5), 8))
@@ -238,13 +240,13 @@ def test_lost_tokens_are_no_harm_while_the_distribution_gets_nearer(monkeypatch)
     monkeypatch.setattr("vllm_tide.train.judgement.gain", judged)
     result = trainer.train_cycle()
     assert result.fresh_requests and not result.harmful and not result.publish
-    assert trainer.rate == pytest.approx(min(1.0, rate * REGROWTH))
+    assert trainer.rate == pytest.approx(min(1.0, rate * RATE_GROWTH))
     assert not torch.equal(weights_of(trainer.draft), weights_of(trainer.live))
 
 
 @pytest.mark.parametrize("when", [0, 1, 4, 7])
-def test_a_cycle_with_another_draft_is_not_judged(when):
-    """At any call of `progress`: the fresh requests, the steps, the held-out ones."""
+def test_a_cycle_with_another_draft_is_not_scored(when):
+    """At any call of `progress`: fresh requests, steps, held-out requests."""
     trainer = toy_trainer()
     trainer.train_cycle()
     snapshot = trainer.snapshot()
@@ -264,7 +266,7 @@ def test_a_cycle_with_another_draft_is_not_judged(when):
     assert len(calls) > when
 
 
-def test_a_request_of_which_a_part_was_learnt_is_not_judged():
+def test_a_partly_learned_request_is_not_scored():
     trainer = toy_trainer(0, holdout_share=1e-9)
     trainer.add_samples([TOY.document(1, 40, 3, 7), TOY.document(2, 40, 3, 8)])
     trainer.train_cycle()
@@ -272,7 +274,7 @@ def test_a_request_of_which_a_part_was_learnt_is_not_judged():
     trainer.add_samples([late.window(40, 60, 0), TOY.document(3, 40, 3, 9)])
     assert {s.key for s in trainer.buffer.fresh} == {7, 9}
     assert {s.key for s in trainer.unscored} == {9}
-    trainer.buffer.purge()  # however long ago the first part was learnt
+    trainer.buffer.purge()  # however long ago the first part was learned
     trainer.add_samples([late.window(40, 60, 0)])
     assert not trainer.unscored
 
@@ -282,14 +284,17 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     counted: Counter[str] = Counter()
 
     def counting(draft, target, samples, depth, **kwargs):
-        found = evaluate(draft, target, samples, depth, **kwargs)
-        counted["live" if draft is trainer.live else "new"] += found.num_rows
-        return found
+        evaluation = evaluate(draft, target, samples, depth, **kwargs)
+        counted["live" if draft is trainer.live else "new"] += evaluation.num_rows
+        return evaluation
 
     monkeypatch.setattr("vllm_tide.train.trainer.evaluate", counting)
     results = [trainer.train_cycle() for _ in range(3)]
-    held = trainer.evaluate(trainer.live).num_rows
-    assert (counted["live"], counted["new"]) == (2 * held, 3 * held)  # and once above
+    num_rows = trainer.evaluate(trainer.live).num_rows
+    assert (counted["live"], counted["new"]) == (
+        2 * num_rows,
+        3 * num_rows,
+    )  # and once above
     exact = trainer.evaluate(trainer.live, samples=trainer.buffer.holdout)
     for result in results:
         for key, row in exact.requests.items():
@@ -297,14 +302,14 @@ def test_the_live_draft_is_evaluated_once_on_the_same_windows(monkeypatch):
     trainer.published()
     counted.clear()
     trainer.train_cycle()
-    assert counted["live"] == held  # another draft
+    assert counted["live"] == num_rows  # another draft
     counted.clear()
     trainer.add_samples(documents_of(random.Random(3), 9))
     trainer.train_cycle()
-    assert 0 < counted["live"] < held  # the new requests alone
+    assert 0 < counted["live"] < num_rows  # the new requests alone
 
 
-def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkeypatch):
+def test_a_purge_during_a_comparison_keeps_windows_scored_on_both_drafts(monkeypatch):
     trainer, rng = toy_trainer(60), random.Random(6)
     trainer.train_cycle()
     trainer.add_samples(TOY.document(5, 20, 3, rng.getrandbits(64)) for _ in range(20))
@@ -312,12 +317,12 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
 
     def evaluate(draft=None, progress=None, samples=None):
         nonlocal purges
-        found = whole(draft, progress, samples)
-        held = is_held_out(samples[0].key, trainer.config.holdout_share)
-        if draft is trainer.live and held:  # held-out requests that are new
-            trainer.purge(tenant=7)  # nobody here, but no score is kept
+        evaluation = whole(draft, progress, samples)
+        in_share = in_holdout(samples[0].key, trainer.config.holdout_share)
+        if draft is trainer.live and in_share:  # held-out requests that are new
+            trainer.purge(tenant=7)  # no such tenant; drops scores
             purges += 1
-        return found
+        return evaluation
 
     monkeypatch.setattr(trainer, "evaluate", evaluate)
     result = trainer.train_cycle()
@@ -326,7 +331,7 @@ def test_a_purge_amid_a_comparison_leaves_what_both_drafts_were_scored_on(monkey
     assert result.new.requests
 
 
-def test_enough_evidence_publishes_what_was_scored_without_more_steps():
+def test_enough_evidence_publishes_the_scored_draft_without_more_steps():
     trainer = toy_trainer(40, holdout_share=0.3)
     trainer.train_cycle()
     scored = weights_of(trainer.draft)
@@ -336,33 +341,35 @@ def test_enough_evidence_publishes_what_was_scored_without_more_steps():
     trainer.add_samples(documents_of(random.Random(8), 10))
     result = trainer.train_cycle()
     assert (result.publish, result.steps) == (True, 0)
-    assert result.evidence >= ENOUGH > 19
+    assert result.evidence >= PUBLISH_EVIDENCE > 19
     assert result.new is not None
     assert {s.key for s in trainer.buffer.holdout} == set(result.new.requests)
     assert torch.equal(weights_of(trainer.draft), scored)
-    assert trainer.buffer.new_tokens > waiting  # what came is still to be learnt
-    # Where nobody could publish it, training goes on.
+    assert trainer.buffer.new_tokens > waiting  # not learned yet
+    # Without a publisher, training continues.
     assert trainer.train_cycle().steps == 3
 
 
 def test_evaluations_add_up():
     trainer = toy_trainer()
-    held = trainer.buffer.holdout
-    whole = trainer.evaluate(samples=held)
-    parts = trainer.evaluate(samples=held[:3]) + trainer.evaluate(samples=held[2:])
-    again = trainer.evaluate(samples=[*held, held[2]])
+    holdout = trainer.buffer.holdout
+    whole = trainer.evaluate(samples=holdout)
+    parts = trainer.evaluate(samples=holdout[:3]) + trainer.evaluate(
+        samples=holdout[2:]
+    )
+    again = trainer.evaluate(samples=[*holdout, holdout[2]])
     for form in FORMS:
         assert parts.acceptance(form) == pytest.approx(again.acceptance(form))
     assert parts.num_rows == again.num_rows > whole.num_rows
-    key = held[2].key
+    key = holdout[2].key
     assert parts.requests[key] == pytest.approx(again.requests[key])
 
 
 @pytest.mark.parametrize(
     ("when", "later"), [(0, False), (1, False), (3, False), (4, True), (7, True)]
 )
-def test_an_interrupted_cycle_gives_its_tokens_back(when, later):
-    """Amid its steps and its evaluations, in the first cycle or a later one."""
+def test_an_interrupted_cycle_returns_its_tokens(when, later):
+    """During its steps and its evaluations, in the first cycle or a later one."""
     trainer = toy_trainer()
     if later:
         trainer.train_cycle()
@@ -381,13 +388,13 @@ def test_an_interrupted_cycle_gives_its_tokens_back(when, later):
     if not later:
         left = {s.key for s in trainer.unscored}
         assert left < unseen if result.steps else left == unseen
-        # What the candidate has learnt from is judged by no more.
+        # The candidate's training data do not score it any more.
         assert left == unseen & {s.key for s in trainer._queue}
     assert trainer.train_cycle().new is not None
     assert trainer.buffer.new_tokens == 0
 
 
-def test_learning_rate_warms_up_and_decays_in_a_cycle():
+def test_the_learning_rate_warms_up_and_decays_in_a_cycle():
     scales = [cycle_lr_scale(i, 32) for i in range(32)]
     assert 0 < scales[0] < scales[2] < 1
     assert max(scales) == 1.0
@@ -395,7 +402,7 @@ def test_learning_rate_warms_up_and_decays_in_a_cycle():
 
 
 @pytest.mark.parametrize(("isa", "may"), [("AVX2", False), ("AVX512_CORE_AMX", True)])
-def test_bfloat16_is_not_fast_where_onednn_may_not_use_it(monkeypatch, isa, may):
+def test_bfloat16_is_not_fast_without_onednn_support(monkeypatch, isa, may):
     """It was emulated on a machine limited to AVX2: a cycle took 90 s for 4."""
     text = "flags : fpu avx512_bf16 amx_bf16\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)

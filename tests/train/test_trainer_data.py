@@ -1,4 +1,4 @@
-"""What the trainer takes of its records and learns from them; pruned drafts."""
+"""Records that the trainer uses and learns from; pruned drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train import step
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.reservoir import SampleBuffer, is_held_out
+from vllm_tide.train.reservoir import SampleBuffer, in_holdout
 from vllm_tide.train.sample import Branch, TopK
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.record import Record
@@ -36,25 +36,25 @@ pytestmark = pytest.mark.usefixtures("small")
 __all__ = ["small"]
 
 
-def pruned_draft(kept: torch.Tensor) -> Eagle3Draft:
-    vocab = VocabMap.from_target_ids(kept, VOCAB)
-    config = shape(draft_vocab_size=kept.numel())
+def pruned_draft(target_ids: torch.Tensor) -> Eagle3Draft:
+    vocab = VocabMap.from_target_ids(target_ids, VOCAB)
+    config = shape(draft_vocab_size=target_ids.numel())
     return Eagle3Draft.initialise(config, TOY.embed, TOY.head, vocab)
 
 
-def test_acceptance_mass_counts_what_the_pruned_draft_cannot_say():
-    kept = torch.arange(0, VOCAB, 2)
+def test_acceptance_mass_includes_tokens_outside_the_draft_vocabulary():
+    target_ids = torch.arange(0, VOCAB, 2)
     sample = TOY.document(1, 30, 1, 5)
-    result = evaluate(pruned_draft(kept), TOY.rows, [sample], 2)
-    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, kept]
+    result = evaluate(pruned_draft(target_ids), TOY.rows, [sample], 2)
+    p = torch.softmax(sample.teacher_hidden @ TOY.head.T, -1)[:, target_ids]
     assert result.reached["mass"][0] <= float(p[1:-1].sum(-1).sum()) + 1e-4
     assert result.reached["greedy"][0] <= result.num_rows
 
 
-def test_rows_the_pruned_draft_cannot_say_are_not_trained():
+def test_rows_outside_the_draft_vocabulary_are_not_trained():
     draft = pruned_draft(torch.arange(0, VOCAB, 2))
     trainer = Trainer(draft, TOY.rows, TrainConfig(**KNOBS))
-    key = next(k for k in range(100) if not is_held_out(k, 0.3))
+    key = next(k for k in range(100) if not in_holdout(k, 0.3))
     document = TOY.document(1, 30, 1, key)
     trainer.add_samples([document])
     (stored,) = trainer.buffer.train
@@ -62,7 +62,7 @@ def test_rows_the_pruned_draft_cannot_say_are_not_trained():
     assert trainer.train_cycle().steps == 1
 
 
-def test_a_candidate_that_is_no_number_shows_in_the_loss():
+def test_a_candidate_that_is_not_finite_shows_in_the_loss():
     trainer = toy_trainer()
     trainer.train_cycle()
     assert trainer.last_loss > 0
@@ -88,7 +88,7 @@ def test_no_document_is_trained_on_more_often_than_max_passes(changes):
             trainer.buffer.add(replace(document, tenant=n % 3))
         before = seen.copy()
         result = trainer.train_cycle()
-        if result.publish and not result.steps:  # first what was scored
+        if result.publish and not result.steps:  # first the scored ones
             result = trainer.train_cycle()
         assert result.steps > 0
         assert max((seen - before).values()) <= 4
@@ -99,7 +99,7 @@ def test_no_document_is_trained_on_more_often_than_max_passes(changes):
 
 
 def test_records_of_any_draft_version_are_trained_on():
-    """Features and teacher come from the target, whatever draft made the tokens."""
+    """Features and teacher come from the target, whichever draft made the tokens."""
     trainer = toy_trainer(0)
     document = TOY.document(1, 20, 3, 77)
     record = Record(
@@ -126,7 +126,7 @@ def test_tokens_outside_the_vocabulary_are_refused_and_counted():
 
 
 @pytest.mark.parametrize("odd", ["feature", "teacher", "topk", "branch", "logprob"])
-def test_a_document_with_numbers_that_no_target_gives_is_left_out(odd):
+def test_a_document_with_invalid_numbers_is_left_out(odd):
     """One such row would cost every batch it is packed into."""
     trainer, reason = toy_trainer(0), "not_finite"
     document = TOY.document(1, 20, 3, 7)
@@ -163,13 +163,13 @@ def test_buffers_stay_bounded_and_keep_the_newest():
         buffer.add(TOY.document(1, 20, 3, key))
         assert buffer.train_tokens <= 1024
         assert buffer.holdout_tokens <= 512
-    newest = max(k for k in range(300) if not is_held_out(k, 0.3))
+    newest = max(k for k in range(300) if not in_holdout(k, 0.3))
     assert buffer.train[-1].key == newest
     assert buffer.evicted["train"] > 0
     assert not {s.key for s in buffer.train} & {s.key for s in buffer.holdout}
 
 
-def test_a_pruned_vocabulary_follows_what_the_target_says():
+def test_a_pruned_vocabulary_follows_the_targets_tokens():
     ids = torch.arange(VOCAB // 2)
     config = TrainConfig(batch_tokens=256, steps_per_cycle=4, holdout_share=0.3)
     trainer = Trainer(pruned_draft(ids), TOY.rows, config)
@@ -196,10 +196,10 @@ def test_a_pruned_vocabulary_follows_what_the_target_says():
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
-def test_training_raises_held_out_acceptance(
+def test_training_raises_holdout_acceptance(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fresh draft accepts next to nothing; two cycles later most of it."""
+    """A fresh draft accepts almost nothing; two cycles later most of it."""
     rng = random.Random(0)
     monkeypatch.setattr(step, "COMPUTE_DTYPE", getattr(torch, dtype))
     knobs = TrainConfig(batch_tokens=256, steps_per_cycle=40, learning_rate=1e-2)
@@ -223,7 +223,7 @@ def test_training_raises_held_out_acceptance(
 
 
 def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
-    """A tail bucket carries the rest of the mass."""
+    """A tail bucket carries the remaining mass."""
     knobs = TrainConfig(
         batch_tokens=256, steps_per_cycle=20, learning_rate=1e-2, holdout_share=0.2
     )
@@ -239,7 +239,7 @@ def test_training_on_a_topk_teacher_raises_acceptance_too() -> None:
     assert result.live.acceptance() < 2.0 < 2.5 < result.new.acceptance()
 
 
-def test_a_batch_whose_gradient_is_no_number_changes_nothing():
+def test_a_batch_with_a_gradient_that_is_not_finite_changes_nothing():
     trainer = toy_trainer(0, holdout_share=1e-9)
     document = TOY.document(1, 20, 3, 7)
     huge = torch.full_like(document.features, 3e38)  # finite, and its sums are not

@@ -35,7 +35,7 @@ LLAMA = {
 
 
 def config(**changes: object) -> Eagle3Config:
-    """Shape of the tiny draft."""
+    """Return the shape of the tiny draft."""
     values: dict[str, object] = {
         "hidden_size": HIDDEN,
         "intermediate_size": 48,
@@ -58,7 +58,7 @@ def whole(
     key: int,
     start: int = 0,
 ) -> Sample:
-    """A document whose every row has a teacher."""
+    """A document with a teacher in every row."""
     return Sample(
         key=key,
         start=start,
@@ -71,9 +71,9 @@ def whole(
 
 
 class ToyTarget:
-    """Next token is a fixed permutation of the token: x -> (5 x + 3) mod V.
+    """A target with a permutation as next token: x -> (5 x + 3) mod V.
 
-    Hidden state and features are noisy-free random embeddings of the current token, so
+    Hidden state and features are noise-free random embeddings of the current token, so
     a draft can learn the chain exactly.
     """
 
@@ -86,11 +86,11 @@ class ToyTarget:
         self.rows = TargetRows(self.embed, self.head)
 
     def next_token(self, token: Tensor) -> Tensor:
-        """The token that follows."""
+        """Return the token that follows."""
         return (5 * token + 3) % VOCAB
 
     def document(self, first: int, size: int, prompt: int, key: int) -> Sample:
-        """A greedy document of `size` positions."""
+        """Return a greedy document of `size` positions."""
         tokens = [first % VOCAB]
         for _ in range(size - 1):
             tokens.append(int(self.next_token(torch.tensor(tokens[-1]))))
@@ -98,17 +98,17 @@ class ToyTarget:
         return whole(x, self.features(x), self.head[self.next_token(x)], prompt, key)
 
     def draft(self, seed: int = 0, **changes: object) -> Eagle3Draft:
-        """A fresh draft."""
+        """Return a fresh draft."""
         return Eagle3Draft.initialise(
             config(**changes), self.embed, self.head, seed=seed
         )
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Feature rows of tokens, whatever came before them."""
+        """Return feature rows of tokens, whatever came before them."""
         return torch.cat([self.embed[tokens] @ m for m in self.mix], dim=-1)
 
     def branch(self, position: int, tokens: Tensor) -> Branch:
-        """Rejected tokens after a position; the target goes on from them."""
+        """Return rejected tokens after a position; the target continues from them."""
         return Branch(
             position=position,
             tokens=tokens.int(),
@@ -129,13 +129,13 @@ KNOBS = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows and a held-out side of a size for the documents here."""
+    """Return windows and a held-out side of a size for the documents here."""
     monkeypatch.setattr("vllm_tide.train.reservoir.WINDOW_TOKENS", 64)
     monkeypatch.setattr("vllm_tide.train.reservoir.HOLDOUT_TOKENS", 512)
 
 
 def documents_of(rng: random.Random, count: int, size: int = 20) -> list[Sample]:
-    """So many requests, the first token and the key at random."""
+    """Return so many requests with random first token and key."""
     return [
         TOY.document(rng.randrange(VOCAB), size, 3, rng.getrandbits(64))
         for _ in range(count)
@@ -143,7 +143,7 @@ def documents_of(rng: random.Random, count: int, size: int = 20) -> list[Sample]
 
 
 def toy_trainer(count: int = 30, **changes: object) -> Trainer:
-    """A trainer with so many requests."""
+    """Return a trainer with so many requests."""
     config = TrainConfig(**{**KNOBS, **changes})  # type: ignore[arg-type]
     trainer, rng = Trainer(TOY.draft(), TOY.rows, config), random.Random(1)
     trainer.add_samples(documents_of(rng, count))
@@ -151,22 +151,22 @@ def toy_trainer(count: int = 30, **changes: object) -> Trainer:
 
 
 def set_gains(trainer: Trainer, gain: Callable[[Sample], float]) -> None:
-    """Let the candidate accept so many tokens more a step than the live draft."""
+    """Let the candidate accept so many more tokens per step than the live draft."""
 
     def evaluate(draft=None, progress=None, samples=None):  # type: ignore[no-untyped-def]
-        found = Evaluation(3)
-        found.reached = {form: [0.0] * 3 for form in FORMS}
+        evaluation = Evaluation(3)
+        evaluation.reached = {form: [0.0] * 3 for form in FORMS}
         for sample in samples:
             more = 0.0 if draft is trainer.live else gain(sample)
-            found.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
+            evaluation.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)
         if progress is not None:
             progress()
-        return found
+        return evaluation
 
     trainer.evaluate = evaluate  # type: ignore[method-assign]
     trainer._differs = True
 
 
 def weights_of(draft: Eagle3Draft) -> Tensor:
-    """All weights in one row."""
+    """Return all weights in one row."""
     return torch.cat([t.detach().flatten() for t in draft.named_tensors().values()])

@@ -11,7 +11,7 @@ __all__ = ["small_shards"]
 
 @pytest.fixture
 def ring_pair():
-    """A factory of (writer, reader) pairs that are closed after the test."""
+    """Return a factory of (writer, reader) pairs that are closed after the test."""
     made = []
 
     def make(spec, capacity_bytes=1 << 16):
@@ -28,7 +28,7 @@ def ring_pair():
 
 @pytest.fixture
 def weights_pair():
-    """A factory of (segment, writer) pairs that are closed after the test."""
+    """Return a factory of (segment, writer) pairs that are closed after the test."""
     made = []
 
     def make(slot_bytes=1 << 16):
@@ -56,7 +56,7 @@ def store(request, disk):
 
 @pytest.fixture
 def engines(tmp_path):
-    """A factory of engines, each with a run directory of its own."""
+    """Return a factory of engines, each with a separate run directory."""
     made = []
 
     def make(name="e1", folder=None, **changes):

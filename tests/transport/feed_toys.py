@@ -1,4 +1,4 @@
-"""Feeds and sources of feeds that are lists."""
+"""Feeds and feed sources made of lists."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class FakeFeed:
         tensor = TensorBytes("uint8", (4,), data)
         return Publication(self.latest_version, 0, 0, {}, {"x": tensor})
 
-    def set_collect(self, wanted):
-        self.collect = wanted
+    def set_collect(self, mode):
+        self.collect = mode
 
     def stats(self):
         return {}
@@ -86,7 +86,7 @@ class FakeFeed:
 
 
 class FakeSource:
-    """Engines that a test puts in; `others` have another target."""
+    """A source of engines that a test adds; `others` have another target."""
 
     def __init__(self, *feeds):
         self.feeds = {feed.id: feed for feed in feeds}
@@ -117,14 +117,14 @@ def feeds_of(*fakes):
     return feeds, source
 
 
-def look(feeds):
-    """Look at the engines now, not in a second."""
-    feeds._next_look = 0.0
+def scan(feeds):
+    """Scan for engines now instead of after a second."""
+    feeds._next_scan = 0.0
     return feeds.poll()
 
 
-def rows(found):
-    return {name: sum(r.num_rows for r in records) for name, records in found}
+def rows(batches):
+    return {name: sum(r.num_rows for r in records) for name, records in batches}
 
 
 def publish(feeds, value=1, **more):

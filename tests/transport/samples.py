@@ -1,4 +1,4 @@
-"""Records made from a seed, and what it takes to compare them."""
+"""Records generated from a seed, and helpers to compare them."""
 
 from dataclasses import fields, replace
 
@@ -44,7 +44,7 @@ def _floats(rng, shape, feature_dtype):
 
 
 def make_record(spec, seed=0, num_rows=4, phase=Phase.VERIFY, teacher_start=0):
-    """Any record of a ring; every field depends on the seed."""
+    """Return a random record of a ring; every field depends on the seed."""
     rng = np.random.default_rng(seed)
     n, rows = num_rows, num_rows - teacher_start
     verify = phase == Phase.VERIFY
@@ -86,14 +86,14 @@ def without_teacher(record):
 
 
 def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
-    """The same without features and teacher."""
+    """Return the record without features and teacher."""
     record = without_teacher(make_record(spec, seed, num_rows, phase))
     return replace(record, features=record.features[:, :0], teacher_start=num_rows)
 
 
 def make_manifest(engine_id="e1", **changes):
-    """Of an engine of this process, which serves what `make_spec` says."""
-    me = Holder.me()
+    """Return a manifest of this process that serves the draft of `make_spec`."""
+    me = Holder.current()
     fields = {
         "engine_id": engine_id,
         "pid": me.pid,
@@ -118,7 +118,7 @@ def make_manifest(engine_id="e1", **changes):
 
 
 def parts_of(record, feature_dtype):
-    """Its fixed part, and its arrays in the order of a body."""
+    """Return its fixed part, and its arrays in the order of a body."""
     teacher = (
         record.teacher_hidden,
         record.teacher_topk_ids,
@@ -146,7 +146,7 @@ def parts_of(record, feature_dtype):
 
 
 def body_of(record, spec=None):
-    """Its bytes, as a ring has them."""
+    """Return its bytes as a ring stores them."""
     meta, arrays = parts_of(record, (spec or make_spec()).feature_dtype)
     body = b"".join(
         part.tobytes().ljust(-(-part.nbytes // 8) * 8, b"\0")
@@ -156,10 +156,10 @@ def body_of(record, spec=None):
 
 
 def frames_of(records, feature_dtype="bfloat16", follows=None):
-    """Records with the same arrays, to be written at once."""
-    held = [parts_of(record, feature_dtype) for record in records]
+    """Return records with the same arrays, to be written at once."""
+    record_parts = [parts_of(record, feature_dtype) for record in records]
     n, spans, sources = len(records), [], []
-    for column in zip(*(arrays for _, arrays in held), strict=True):
+    for column in zip(*(arrays for _, arrays in record_parts), strict=True):
         at, sizes = 0, []
         for part in column:
             sizes.append((at, part.nbytes))
@@ -167,7 +167,7 @@ def frames_of(records, feature_dtype="bfloat16", follows=None):
         spans.append(sizes)
         sources.append(np.concatenate([part.ravel() for part in column]))
     return Frames(
-        np.concatenate([meta for meta, _ in held]),
+        np.concatenate([meta for meta, _ in record_parts]),
         np.array(spans, np.int64).swapaxes(0, 1).copy(),
         np.array([False] * n if follows is None else follows),
         tuple(sources),
@@ -176,7 +176,7 @@ def frames_of(records, feature_dtype="bfloat16", follows=None):
 
 
 def write_record(ring, record):
-    """Write one record; False if it was dropped, which is counted."""
+    """Write one record; return False if it was dropped, which is counted."""
     frames = frames_of([record], ring.spec.feature_dtype)
     ring.write(frames)
     ring.count(frames)
@@ -184,7 +184,7 @@ def write_record(ring, record):
 
 
 def identity(record):
-    """Everything a record holds, hashable and exact to the bit."""
+    """Return every field of a record, hashable and exact to the bit."""
     values = []
     for field in fields(record):
         value = getattr(record, field.name)

@@ -30,7 +30,7 @@ ROWS = 20
 
 @pytest.fixture(autouse=True, scope="module")
 def small_shards():
-    """For the `conftest.py` of who spools."""
+    """Close shards at 1 MiB or after 10 ms; for a `conftest.py`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(spool_writer, "SHARD_MIB", 1)
         patched.setattr(spool_writer, "SHARD_SECONDS", 0.01)
@@ -41,7 +41,7 @@ SPEC = make_spec()
 
 
 def make_models(folder, seed=0):
-    """A target and a draft directory; the target's bytes follow from the seed."""
+    """Make a target and a draft directory; the target's bytes follow from the seed."""
     rng = np.random.default_rng(seed)
     target, draft = folder / "target", folder / "draft"
     for path, config in ((target, {"vocab_size": ROWS}), (draft, {"layers": 1})):
@@ -71,7 +71,7 @@ class ToyEngine:
         self.spec = make_spec()
         self.ring = RingWriter.create(self.spec, 1 << 20)
         self.weights = WeightsSegment.create(1 << 20)
-        told = {
+        state = {
             "ring": self.ring.name,
             "weights": self.weights.name,
             "target_path": str(target),
@@ -81,7 +81,7 @@ class ToyEngine:
             "tide": {},
             "created_unix": time.time(),
         }
-        self.manifest = make_manifest(engine_id, **{**told, **changes})
+        self.manifest = make_manifest(engine_id, **{**state, **changes})
         write_manifest(self.run_dir, self.manifest)
 
     def serve(self, seeds, num_rows=4):
@@ -107,9 +107,9 @@ class ToyEngine:
 
 
 def settle(relay, seconds=0.03):
-    """Let the relay's storage work come due (a shard after 10 ms), and do it all."""
+    """Make the relay's storage work due (a shard after 10 ms), and run all of it."""
     end, idle = time.monotonic() + seconds, 0
-    # Some looks in any case: on a busy machine the time may pass without one.
+    # Several scans in any case: on a busy machine the time may pass without one.
     while time.monotonic() < end or idle < 5:
         relay._next_poll = 0.0
         idle += 1
@@ -122,7 +122,7 @@ def head_tensors(value):
 
 
 def writer_of(store, records=(), engine="e1", config=CONFIG):
-    """A writer that holds records, or those of seeds."""
+    """Return a writer that holds records, or those of seeds."""
     writer = SpoolWriter(EngineFolder(store, engine), config)
     for record in records:
         record = make_record(SPEC, record) if isinstance(record, int) else record
@@ -131,7 +131,7 @@ def writer_of(store, records=(), engine="e1", config=CONFIG):
 
 
 def write_shards(store, shards, engine="e1", config=CONFIG):
-    """One shard per list of seeds."""
+    """Write one shard per list of seeds."""
     writer = writer_of(store, (), engine, config)
     for seeds in shards:
         for seed in seeds:
@@ -141,27 +141,27 @@ def write_shards(store, shards, engine="e1", config=CONFIG):
 
 
 def read_all(store, engine="e1", first=1, last=99, attempts=200):
-    """Seeds of the records of each shard that can be read, and the reader."""
+    """Return the seeds of the records of each readable shard, and the reader."""
     reader = SpoolReader(EngineFolder(store, engine), SPEC)
     state = EngineState(first_shard=first, last_shard=last)
-    found = {}
+    records = {}
     for _ in range(attempts):
         shard = reader.fetch(state)
         if shard is not None:
-            found[shard.number] = [r.draft_version for r in shard.records]
-    return found, reader
+            records[shard.number] = [r.draft_version for r in shard.records]
+    return records, reader
 
 
 def seeds_in(store):
-    """Seeds of the records of each shard of the engine e1."""
+    """Return the seeds of the records of each shard of the engine e1."""
     return read_all(store, last=9, attempts=50)[0]
 
 
 def failing(store, method, part, error=None, after=False):
-    """What takes the place of a store's method, and fails for names with a part.
+    """Return a replacement of a store's method that fails for names with a part.
 
     Args:
-        after: It says that it failed, and it has not.
+        after: Raise although the call succeeded.
     """
     works = getattr(store, method)
 
@@ -179,6 +179,6 @@ def files_of(store, engine="e1"):
 
 
 def record_bytes(store, engine):
-    """Bytes of its shards; their manifests are not counted against the bound."""
+    """Return the bytes of its shards; manifests do not count against the bound."""
     sizes = store.sizes(f"engines/{engine}/records")
     return sum(size for name, size in sizes.items() if not name.endswith(".json"))

@@ -1,4 +1,4 @@
-"""Requests of a step by hand, and what records must say of them: one after another."""
+"""Requests of a step by hand, and their expected records, one after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = (
 def request_rows(
     tickets: list[Ticket], chance: float = 1.0, cost: float = 1.0, **columns: Any
 ) -> RequestRows:
-    """Columns that are not named are 0."""
+    """Return columns; those that are not named are 0."""
     made = RequestRows.of(tickets, step_rows(np.zeros(0, np.int32), cost=cost))
     for name in COLUMNS:
         made.table[name] = columns.get(name, 0)
@@ -39,7 +39,7 @@ def step_rows(
     concurrency: int = 0,
     **more: Any,
 ) -> Step:
-    """A step of which nothing but its rows is asked; without features, none of them."""
+    """A step with nothing but its rows; without features, none of them."""
     none = np.zeros(0, np.int32)
     rows = SimpleNamespace(features=features, hidden=hidden, topk=topk)
     full = features is not None
@@ -58,7 +58,7 @@ def expected(
         wire: Type of features.
     """
     made: list[Record] = []
-    held = step.staged if step.full else None
+    stored = step.staged if step.full else None
     for i, ticket in enumerate(requests.tickets):
         (
             low,
@@ -94,26 +94,26 @@ def expected(
         )
         if verifies and step.drafted_by is not None:
             record = replace(record, draft_version=step.drafted_by)
-        if held is None:
+        if stored is None:
             made.append(record)
             continue
-        # What each row carries, row by row; None where it has no teacher.
-        rows = [held.features[low + j] for j in range(count)]
+        # Teacher of each row; None where it has none.
+        rows = [stored.features[low + j] for j in range(count)]
         taught: list[tuple[np.ndarray, ...] | None] = [None] * count
-        if held.hidden is not None:
-            taught = [(held.hidden[low + j],) for j in range(count)]
-        elif held.topk is not None:
+        if stored.hidden is not None:
+            taught = [(stored.hidden[low + j],) for j in range(count)]
+        elif stored.topk is not None:
             sampled_rows = range(max(known - 1, 0), count)
             for j in sampled_rows:
                 at = logit_end - padding - count + j
-                taught[j] = tuple(part[at] for part in held.topk)
+                taught[j] = tuple(part[at] for part in stored.topk)
         begin = 0
         while True:
-            # Rows that nobody has to verify may be sent ahead, as much as fits well.
+            # Rows that need no verification may be sent ahead, as many as fit.
             end = min(begin + max_rows, known - 1)
             last = count - begin <= max_rows or begin >= known - 1
             end = count if last else end
-            made.append(_part(record, rows, taught, begin, end, last, held))
+            made.append(_part(record, rows, taught, begin, end, last, stored))
             if last:
                 break
             begin = end
@@ -121,15 +121,15 @@ def expected(
 
 
 def _part(record, rows, taught, begin, end, last, staged) -> Record:
-    held = [row for row in taught[begin:end] if row is not None]
+    stored = [row for row in taught[begin:end] if row is not None]
     teacher: dict[str, np.ndarray] = {}
     if staged.hidden is not None:
-        teacher["teacher_hidden"] = np.stack([row[0] for row in held])
+        teacher["teacher_hidden"] = np.stack([row[0] for row in stored])
     elif staged.topk is not None:
         kinds = ("teacher_topk_ids", "teacher_topk_logprobs", "teacher_tail_logprob")
         for kind, name in enumerate(kinds):
             like = staged.topk[kind][:0]
-            values = [row[kind] for row in held]
+            values = [row[kind] for row in stored]
             teacher[name] = np.stack(values).astype(like.dtype) if values else like
     return replace(
         record,
@@ -139,6 +139,6 @@ def _part(record, rows, taught, begin, end, last, staged) -> Record:
         next_token=record.next_token if last else -1,
         token_ids=record.token_ids[begin:end],
         features=np.stack(rows[begin:end]),
-        teacher_start=end - begin - len(held),
+        teacher_start=end - begin - len(stored),
         **teacher,
     )

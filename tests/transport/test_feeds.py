@@ -1,4 +1,4 @@
-"""Many engines into one trainer: shares, joining, dying, heads."""
+"""Many engines feed one trainer: shares, joining, failures, drafts."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from tests.transport.feed_toys import (
     FakeFeed,
     FakeSource,
     feeds_of,
-    look,
     publish,
     rows,
+    scan,
 )
 from tests.transport.samples import make_spec
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.feeds import TURN_ROWS, Feeds
+from vllm_tide.transport.feeds import SHARE_ROWS, Feeds
 from vllm_tide.transport.ring import Collect
 
 # Fair shares
 
 
-def test_busy_engines_share_rows_alike_to_within_a_record_a_turn():
+def test_busy_engines_share_rows_equally_to_within_a_record_per_read():
     small, large = FakeFeed("small", [5] * 5000), FakeFeed("large", [60] * 500)
     feeds, _ = feeds_of(small, large)
     total = Counter()
     for _ in range(20):
         total.update(rows(feeds.read(limit=10_000, max_rows=2000)))
-    turns = 20 * 2000 / (2 * TURN_ROWS)
+    num_reads = 20 * 2000 / (2 * SHARE_ROWS)
     assert 0 <= sum(total.values()) - 20 * 2000 <= 20 * 60
-    assert abs(total["small"] - total["large"]) <= turns * 60
-    # What an engine does not use the others get.
+    assert abs(total["small"] - total["large"]) <= num_reads * 60
+    # The rows that an engine does not use go to the others.
     feeds, _ = feeds_of(FakeFeed("idle", [10] * 3), FakeFeed("busy", [10] * 1000))
-    found = rows(feeds.read(limit=10_000, max_rows=5000))
-    assert found["idle"] == 30
-    assert 4970 <= found["busy"] <= 5000 + 10
+    counts = rows(feeds.read(limit=10_000, max_rows=5000))
+    assert counts["idle"] == 30
+    assert 4970 <= counts["busy"] <= 5000 + 10
 
 
-def test_a_record_larger_than_a_turn_takes_one_turn_and_nobody_starves():
+def test_a_record_larger_than_a_share_takes_one_read_and_no_engine_starves():
     small, large = FakeFeed("small", [1] * 5000), FakeFeed("large", [9000] * 9)
     feeds, _ = feeds_of(small, large)
     total = Counter()
     for _ in range(8):
-        total.update(rows(feeds.read(limit=10_000, max_rows=2 * TURN_ROWS)))
-    assert total["small"] >= 4 * TURN_ROWS
+        total.update(rows(feeds.read(limit=10_000, max_rows=2 * SHARE_ROWS)))
+    assert total["small"] >= 4 * SHARE_ROWS
     assert total["large"] >= 4 * 9000
 
 
-def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
-    sizes = [TURN_ROWS + number for number in range(100)]
+def test_the_next_call_continues_with_the_next_engine():
+    sizes = [SHARE_ROWS + number for number in range(100)]
     feeds, _ = feeds_of(*(FakeFeed(name, sizes) for name in "abc"))
     seen = {name: [] for name in "abc"}
     for _ in range(30):  # one record a call: no engine may starve
@@ -58,37 +58,37 @@ def test_the_next_call_goes_on_with_the_engine_whose_turn_it_is():
     assert seen == dict.fromkeys("abc", sizes[:10])
 
 
-# Joining and dying
+# Joining and failing
 
 
 @pytest.mark.parametrize("call", ["read", "heartbeat", "alive"])
-def test_a_feed_that_fails_is_dropped_and_the_others_go_on(call):
+def test_a_failing_feed_is_dropped_and_the_others_continue(call):
     good, bad = FakeFeed("good", [1] * 10), FakeFeed("bad", [1] * 10)
     feeds, source = feeds_of(good, bad)
     bad.fail = call
-    found = rows(feeds.read())
+    counts = rows(feeds.read())
     feeds.heartbeat()
     changes = feeds.poll()
-    assert found["good"] == 10
+    assert counts["good"] == 10
     assert good.beats == 1
     assert changes.left == {"bad": f"bad cannot {call}"}
     assert feeds.ids == ["good"]
     assert bad.closed
     assert feeds.poll().left == {}
     bad.fail = ""
-    look(feeds)
+    scan(feeds)
     assert feeds.ids == ["good"]  # not at once
     feeds._retry_at.clear()
-    assert look(feeds).joined == ("bad",)
+    assert scan(feeds).joined == ("bad",)
     assert source.opened == {"good": 1, "bad": 2}
 
 
-def test_a_dead_engine_is_dropped_and_cleaned_up_after():
+def test_a_dead_engine_is_dropped_and_its_files_are_removed():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, source = feeds_of(a, b)
     a.dead = True
     changes = feeds.poll()
-    assert changes.left == {"a": "its engine is gone"}
+    assert changes.left == {"a": "its process has exited"}
     assert source.buried == ["a"]
     assert feeds.reference is b
     b.dead = True
@@ -97,74 +97,74 @@ def test_a_dead_engine_is_dropped_and_cleaned_up_after():
     assert feeds.reference is None
 
 
-def test_an_engine_with_another_target_or_shape_does_not_join_and_is_told_why(caplog):
+def test_an_engine_with_another_target_or_shape_is_refused_with_a_log_line(caplog):
     a, b, c = FakeFeed("a"), FakeFeed("b"), FakeFeed("c")
     c.spec = make_spec(hidden_size=16)
     source = FakeSource(c, b, a)
     source.others = {"b"}
     feeds = Feeds([source])
     for _ in range(3):
-        look(feeds)
+        scan(feeds)
         feeds._retry_at.clear()
     assert feeds.ids == ["a"]  # the newest decides
     assert "serves another target than engine a" in feeds.refused["b"]
-    assert "another shape" in feeds.refused["c"]
+    assert "different shape" in feeds.refused["c"]
     assert source.opened["b"] == 0 and c.closed
-    assert sum("does not join" in r.message for r in caplog.records) == 2
+    assert sum("cannot join" in r.message for r in caplog.records) == 2
 
 
-def test_an_engine_that_cannot_be_opened_is_tried_again(caplog):
+def test_an_engine_that_cannot_be_opened_is_retried(caplog):
     a, b = FakeFeed("a"), FakeFeed("b")
     b.fail = "open"
     feeds, source = feeds_of(a, b)
-    look(feeds)
+    scan(feeds)
     assert source.opened["b"] == 1
     assert feeds.refused == {"b": "b cannot open"}
     feeds._retry_at.clear()
     b.fail = ""
-    assert look(feeds).joined == ("b",)
+    assert scan(feeds).joined == ("b",)
     assert feeds.refused == {}
 
 
-def test_who_joins_later_is_told_what_is_collected():
+def test_a_joining_engine_receives_the_collect_mode():
     a, b = FakeFeed("a"), FakeFeed("b")
     feeds, source = feeds_of(a)
     feeds.set_collect(Collect.METADATA)
     source.feeds["b"] = b
-    look(feeds)
+    scan(feeds)
     assert (a.collect, b.collect) == (Collect.METADATA, Collect.METADATA)
     feeds.set_collect(Collect.FULL)
     assert (a.collect, b.collect) == (Collect.FULL, Collect.FULL)
 
 
-# Heads
+# Drafts
 
 
-def test_a_head_goes_to_all_and_to_those_that_join_later():
+def test_a_draft_goes_to_all_engines_and_to_later_ones():
     a, b, c, d = FakeFeed("a"), FakeFeed("b", latest=4), FakeFeed("c"), FakeFeed("d")
     feeds, source = feeds_of(a, b)
     assert publish(feeds) == 5
     assert list(a.sent) == list(b.sent) == [5]
     source.feeds["c"] = c
-    look(feeds)
+    scan(feeds)
     assert list(c.sent) == [5]
     assert publish(feeds) == 6
     assert list(c.sent) == [5, 6]
-    # But one for some engines only, not.
+    # But not one for some engines only.
     assert publish(feeds, engines=["b"]) == 7
     source.feeds["d"] = d
-    look(feeds)
+    scan(feeds)
     assert (list(a.sent), list(b.sent), list(d.sent)) == ([5, 6], [5, 6, 7], [6])
     assert feeds.versions()["b"].published == 7
     assert publish(feeds) == 8
 
 
-def test_an_engine_ahead_of_the_numbers_gets_the_head_under_one_of_its_own():
+def test_an_engine_with_higher_versions_gets_the_draft_under_its_own():
     a, b = FakeFeed("a"), FakeFeed("b", latest=9)
     feeds, source = feeds_of(a)
     assert publish(feeds) == 1
     source.feeds["b"] = b
-    look(feeds)
+    scan(feeds)
     assert list(b.sent) == [10]
     b.installed = 10
     versions = feeds.versions()
@@ -174,15 +174,15 @@ def test_an_engine_ahead_of_the_numbers_gets_the_head_under_one_of_its_own():
     assert publish(feeds) == 11
     assert list(b.sent) == [10, 11]
     assert list(a.sent) == [1, 11]
-    b.fail = "alive"  # it comes back, and still holds what it was sent
+    b.fail = "alive"  # it returns, and still has what it was sent
     feeds.poll()
     b.fail = ""
     feeds._retry_at.clear()
-    look(feeds)
+    scan(feeds)
     assert list(b.sent) == [10, 11]
 
 
-def test_a_head_that_one_engine_cannot_take_goes_to_the_others():
+def test_a_draft_that_one_engine_cannot_take_goes_to_the_others():
     a, b, c = FakeFeed("a", [1]), FakeFeed("b"), FakeFeed("c")
     feeds, source = feeds_of(a, b)
     a.fail = "publish"
@@ -193,17 +193,17 @@ def test_a_head_that_one_engine_cannot_take_goes_to_the_others():
     b.fail = "publish"
     with pytest.raises(TransportError, match="cannot publish"):
         publish(feeds)
-    source.feeds["c"] = c  # it is not sent what no engine got
-    look(feeds)
+    source.feeds["c"] = c  # it is not sent what no engine received
+    scan(feeds)
     assert list(c.sent) == [1]
 
 
-def test_after_a_restart_the_newest_head_that_was_not_refused_goes_to_all():
+def test_after_a_restart_the_newest_accepted_draft_goes_to_all():
     a, b, c = FakeFeed("a", latest=3), FakeFeed("b", latest=7), FakeFeed("c", latest=5)
     b.refused = 7
     feeds, _ = feeds_of(a, b, c)
-    found = feeds.latest()
-    assert found.version == 5
+    latest = feeds.latest()
+    assert latest.version == 5
     assert list(a.sent) == [5]
     assert (b.sent, c.sent) == ({}, {})
     assert feeds.next_version == 8

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.transport.feed_toys import FakeSource, look, publish
+from tests.transport.feed_toys import FakeSource, publish, scan
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
@@ -50,23 +50,23 @@ def until(check, what):
 
 
 def drain(feeds, engines=(), seconds=5.0, count=None):
-    """Identities of what is read, by engine; `count` records or until it is quiet."""
-    found = {name: [] for name in engines}
+    """Return identities of records by engine; `count` records or until none come."""
+    identities = {name: [] for name in engines}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         feeds.poll()
         feeds.heartbeat()
         for name, records in feeds.read():
-            found.setdefault(name, []).extend(identity(r) for r in records)
-        if count is not None and sum(map(len, found.values())) >= count:
+            identities.setdefault(name, []).extend(identity(r) for r in records)
+        if count is not None and sum(map(len, identities.values())) >= count:
             break
         time.sleep(0.005)
-    return found
+    return identities
 
 
 @pytest.fixture
 def toys(engines, tmp_path):
-    """Engines with the same models."""
+    """Return engines with the same models."""
     return partial(engines, models=make_models(tmp_path / "models"))
 
 
@@ -81,12 +81,12 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
         assert got.version == version
         assert got.tensors["fc.weight"].data.view(np.float32)[0] == 7
     a.weights.report(version)
-    told = feeds.versions()
-    assert (told["a"].installed, told["b"].installed) == (1, 0)
+    versions = feeds.versions()
+    assert (versions["a"].installed, versions["b"].installed) == (1, 0)
     feeds.set_collect(Collect.METADATA)
     assert not a.ring.collect
     assert not b.ring.collect
-    # A trainer that comes after this one goes on from the head.
+    # A later trainer continues from this draft.
     feeds.close()
     only = open_feeds(tmp_path / "host" / "run", engine_id="a")
     assert only.poll().joined == ("a",)
@@ -97,14 +97,14 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     again.close()
 
 
-def test_an_engine_without_capture_is_refused_in_a_sentence(toys):
+def test_an_engine_without_capture_is_refused_in_one_line(toys):
     engine = toys("a", ring="")
     with pytest.raises(TransportError, match="tide.capture.enabled"):
         RingFeed(engine.manifest)
 
 
 @pytest.mark.parametrize("segment", ["ring", "weights"])
-def test_an_engine_whose_memory_was_cut_short_is_dropped(toys, segment):
+def test_an_engine_with_truncated_memory_is_dropped(toys, segment):
     engine = toys("a")
     feeds = open_feeds(engine.run_dir)
     feeds.poll()
@@ -115,8 +115,8 @@ def test_an_engine_whose_memory_was_cut_short_is_dropped(toys, segment):
     feeds.close()
 
 
-def test_versions_that_an_engine_refused_are_passed_over(toys):
-    """Also one that nobody published: its number was damage."""
+def test_versions_that_an_engine_refused_are_skipped(toys):
+    """Also a version that was never published: its number was damage."""
     engine = toys("a")
     feed = RingFeed(engine.manifest)
     for version in (1, 2):
@@ -134,7 +134,7 @@ def test_versions_that_an_engine_refused_are_passed_over(toys):
 
 @pytest.fixture
 def spooled(toys, tmp_path):
-    """An engine, its relay, the store, and a step of the relay."""
+    """Return an engine, its relay, the store, and a step of the relay."""
 
     def make(name="a", url=str(tmp_path / "spool")):
         engine, store = toys(name), open_store(url)
@@ -154,7 +154,7 @@ def read_feed(feed, limit=1000):
     return [identity(record) for record in feed.read(limit)]
 
 
-def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
+def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     s = spooled()
     want = serve_in(s.engine, range(7))
     s.step()
@@ -168,21 +168,22 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     s.engine.weights.report(1, swap_pause_ms=2.0)
     s.step()
     feed.heartbeat()
-    told = feed.feedback()
-    assert (told.installed_version, told.swap_pause_ms_last) == (1, 2.0)
-    assert told.engine_alive
+    feedback = feed.feedback()
+    assert (feedback.installed_version, feedback.swap_pause_ms_last) == (1, 2.0)
+    assert feedback.engine_alive
     feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     assert feed.latest().version == 1
     feed.close()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING  # the pause outlives the trainer
+    # the pause outlives the trainer
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     again = SpoolFeed(s.store, "a", threaded=False)
     again.heartbeat()
     s.step()
-    assert s.engine.ring.wish is Collect.NOTHING
+    assert s.engine.ring.collect_mode is Collect.NOTHING
     again.set_collect(Collect.FULL)
     again.heartbeat()
     s.step()
@@ -190,7 +191,7 @@ def test_a_feed_through_a_spool_is_one_like_any_other(spooled):
     again.close()
 
 
-def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spooled):
+def test_a_reader_resumes_at_its_own_cursor_and_others_read_all(spooled):
     s = spooled()
     want = serve_in(s.engine, range(10))
     s.step()
@@ -210,7 +211,7 @@ def test_a_reader_goes_on_where_one_of_its_name_stopped_and_others_read_all(spoo
         feed.close()
 
 
-def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
+def test_a_second_live_trainer_is_refused_in_one_line(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     monkeypatch.setattr(
@@ -225,7 +226,7 @@ def test_a_second_live_trainer_is_refused_in_a_sentence(spooled, monkeypatch):
     SpoolFeed(s.store, "a", threaded=False).close()
 
 
-def test_a_head_of_another_trainer_ends_the_feed(spooled):
+def test_a_draft_of_another_trainer_ends_the_feed(spooled):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
@@ -238,7 +239,7 @@ def test_a_head_of_another_trainer_ends_the_feed(spooled):
     assert folder.latest_draft() == 5
 
 
-def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
+def test_records_of_a_dead_engine_are_read_before_its_feed_ends(spooled):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     want = serve_in(s.engine, range(5))
@@ -254,23 +255,23 @@ def test_what_a_dead_engine_left_is_read_before_its_feed_ends(spooled):
     feed.close()
 
 
-def test_a_relay_that_falls_silent_ends_the_feed(spooled, monkeypatch):
+def test_a_silent_relay_ends_the_feed(spooled, monkeypatch):
     s = spooled()
     feed = SpoolFeed(s.store, "a", threaded=False)
     assert feed.alive()
     with monkeypatch.context() as later:
-        later.setattr(feed._fresh, "_timeout_s", 0.0)
+        later.setattr(feed._heartbeat, "_timeout_s", 0.0)
         feed.heartbeat()
         assert not feed.alive()
     s.relay.tick()
-    s.relay._said = 0.0
+    s.relay._state_time = 0.0
     s.step()
     feed.heartbeat()
     assert feed.alive()
     feed.close()
 
 
-def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
+def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
     spooled, toys, tmp_path, monkeypatch
 ):
     s = spooled()
@@ -290,13 +291,13 @@ def test_storage_that_hangs_stops_neither_the_trainer_nor_other_engines(
     feed.dead, feed._check = False, lambda _name: None
     source.identity = lambda _id: near.identity
     feeds._sources.append(source)
-    assert look(feeds).joined == ("a",)
+    assert scan(feeds).joined == ("a",)
     assert inside.wait(60)
     want = serve_in(near, range(5))
     publish(feeds)
     assert drain(feeds, count=5) == {"near": want}
     assert near.weights.read().version == 1
-    feed._fresh._timeout_s = 0.0
+    feed._heartbeat._timeout_s = 0.0
     feed._reached = -1e9
     feeds.poll()
     assert feeds.ids == ["near"]
@@ -312,7 +313,7 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     feeds = Feeds([source])
     assert feeds.poll().joined == ("a",)
     c = spooled("c")
-    assert look(feeds).joined == ("c",)
+    assert scan(feeds).joined == ("c",)
     want = {"a": serve_in(a.engine, range(3)), "c": serve_in(c.engine, range(3, 9))}
     a.step()
     c.step()
@@ -321,10 +322,10 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
 
 
 @pytest.mark.parametrize("call", ["read", "folders", "write"])
-def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
+def test_an_engine_joins_while_the_trainers_thread_does_not_wait(
     spooled, toys, tmp_path, monkeypatch, call
 ):
-    """`read` and `folders` hang while it is looked for, `write` while it is opened."""
+    """`read` and `folders` hang during the scan, `write` while it is opened."""
     s = spooled()
     toys("near", tmp_path / "near")
     source = SpoolSource(str(tmp_path / "spool"))
@@ -340,11 +341,11 @@ def test_an_engine_joins_without_the_trainers_thread_waiting_for_storage(
     monkeypatch.setattr(source._store, call, hangs)
     feeds = Feeds([source, RunDirSource(tmp_path / "near" / "run")])
     while not (inside.is_set() and "near" in feeds.ids):
-        s.step()  # the relay goes on saying that it lives
-        look(feeds)
+        s.step()  # the relay continues its heartbeat
+        scan(feeds)
         time.sleep(0.01)
     for _ in range(20):
-        look(feeds)
+        scan(feeds)
         feeds.read()
         feeds.heartbeat()
     assert "near" in feeds.ids

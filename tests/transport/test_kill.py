@@ -1,7 +1,7 @@
 """A process at one end of a ring, killed with SIGKILL at a random moment.
 
-Records follow from their number alone, so that a reader can tell a whole one from a
-made-up one.
+Records follow from their number alone, so that a reader distinguishes a whole record
+from an invalid one.
 """
 
 import os
@@ -30,7 +30,7 @@ def record_of(number):
 
 
 def produce(tell):
-    """Write for ever, into a ring whose name it tells."""
+    """Write for ever, into a ring; its name goes to a pipe."""
     writer = RingWriter.create(SPEC, CAPACITY_BYTES)
     os.write(tell, writer.name.encode())
     number = 0
@@ -39,7 +39,7 @@ def produce(tell):
 
 
 def consume(name):
-    """Read for ever; ends itself where a record is made up."""
+    """Read for ever; exit at an invalid record."""
     known = {identity(record_of(number)) for number in range(NUM_RECORDS)}
     reader = RingReader.attach(name)
     while True:
@@ -48,7 +48,7 @@ def consume(name):
 
 
 class Child:
-    """A fork that does so, for a minute at most."""
+    """Run a function in a fork, for a minute at most."""
 
     def __init__(self, work, *arguments):
         self.pid = os.fork()
@@ -69,11 +69,11 @@ class Child:
 
 
 def child_that_tells(work, *arguments):
-    """A child, and what it writes to the descriptor that is its last argument."""
-    told, tell = os.pipe()
+    """Return a child, and what it writes to its last argument, a descriptor."""
+    reader, tell = os.pipe()
     child = Child(work, *arguments, tell)
-    text = os.read(told, 200).decode()
-    os.close(told)
+    text = os.read(reader, 200).decode()
+    os.close(reader)
     os.close(tell)
     return child, text
 
@@ -108,7 +108,7 @@ def test_a_killed_producer_leaves_only_whole_records(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_consumer_never_stops_the_producer(seed):
+def test_a_killed_consumer_does_not_stop_the_producer(seed):
     writer = RingWriter.create(SPEC, CAPACITY_BYTES)
     child = Child(consume, writer.name)
     end, number = soon(seed), 0
@@ -119,7 +119,7 @@ def test_a_killed_consumer_never_stops_the_producer(seed):
     for _ in range(200):
         number += write_record(writer, record_of(number % NUM_RECORDS))
     assert set(writer.drops) <= {"full"}
-    reader = RingReader.attach(writer.name)  # goes on where the dead one stopped
+    reader = RingReader.attach(writer.name)  # continues where the dead one stopped
     numbers = []
     read_on(reader, numbers)
     assert {(b - a) % NUM_RECORDS for a, b in pairwise(numbers)} <= {1}

@@ -1,4 +1,4 @@
-"""What trainer and relay do to their own process before all else."""
+"""Setup of the trainer's and the relay's process before all else."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vllm_tide.transport import process
 CRASH = """
 import os, resource, signal
 from pathlib import Path
-from vllm_tide.transport.process import Holder, become_sidecar
+from vllm_tide.transport.process import Holder, prepare_sidecar_process
 
 def where_it_hangs():
     os.kill(os.getpid(), signal.SIGUSR1)
 
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
-become_sidecar()
+prepare_sidecar_process()
 where_it_hangs()
 adjusted = Path("/proc/self/oom_score_adj").read_text()
 print(resource.getrlimit(resource.RLIMIT_CORE)[0], hard, adjusted, flush=True)
@@ -34,15 +34,15 @@ os.abort()
 NICE = """
 import os, sys
 from pathlib import Path
-from vllm_tide.transport.process import be_nice
+from vllm_tide.transport.process import renice
 
-be_nice(3, *map(Path, sys.argv[1:]))
+renice(3, *map(Path, sys.argv[1:]))
 print(os.nice(0))
 """
 
 
 @pytest.mark.slow
-def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path):
+def test_cores_are_disabled_stacks_dumped_and_the_oom_score_raised(tmp_path):
     ours = int(Path("/proc/self/oom_score_adj").read_text())
     child = subprocess.Popen(
         [sys.executable, "-c", CRASH],
@@ -54,7 +54,7 @@ def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path
     )
     with child.stdout, child.stderr:
         soft, hard, adjusted = map(int, child.stdout.read().split())
-        assert "where_it_hangs" in child.stderr.read()  # and it went on
+        assert "where_it_hangs" in child.stderr.read()  # and it continued
     _, status = os.waitpid(child.pid, 0)
     child.returncode = -1
     assert os.WIFSIGNALED(status) and not os.WCOREDUMP(status)
@@ -63,14 +63,14 @@ def test_it_leaves_no_core_shows_stacks_and_is_killed_before_the_engine(tmp_path
     assert adjusted == max(ours, 800)
 
 
-def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
+def test_trainer_and_relay_disable_cores_before_all_else(monkeypatch):
     class Refused(Exception):
         pass
 
     def refuse():
         raise Refused
 
-    monkeypatch.setattr(process, "refuse_core_dumps", refuse)
+    monkeypatch.setattr(process, "disable_core_dumps", refuse)
     for command in (train, relay):
         with pytest.raises(Refused):
             command._run(argparse.Namespace())
@@ -78,23 +78,23 @@ def test_trainer_and_relay_refuse_cores_before_all_else(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_session_becomes_nicer_only_with_the_process_that_leads_it(tmp_path, leads):
+def test_the_session_becomes_nicer_only_with_its_leader(tmp_path, leads):
     """A file that is missing or refuses (a folder) is no error."""
     group = tmp_path / "autogroup"
     group.write_bytes(b"")
     nice = min(19, os.nice(0) + 3)
     for place in (group, tmp_path / "missing", tmp_path):
-        told = subprocess.check_output(
+        niceness = subprocess.check_output(
             [sys.executable, "-c", NICE, place], start_new_session=leads
         )
-        assert int(told) == nice
+        assert int(niceness) == nice
     assert group.read_text() == (str(nice) if leads else "")
     assert list(tmp_path.iterdir()) == [group]
 
 
-def test_a_process_that_cannot_be_looked_up_is_not_taken_for_dead():
+def test_a_process_that_cannot_be_read_is_not_considered_dead():
     """Without a free descriptor a live engine's segments would have been removed."""
-    me, spare = process.Holder.me(), []
+    me, spare = process.Holder.current(), []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:

@@ -1,4 +1,4 @@
-"""What a purge leaves of a tenant in the relay, the spool and a feed: nothing."""
+"""After a purge the relay, the spool and a feed contain nothing of a tenant."""
 
 import json
 import logging
@@ -13,15 +13,20 @@ from tests.transport.spool_toys import failing, writer_of
 from vllm_tide.transport import RingReader, purge, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.process import Holder
-from vllm_tide.transport.purge import Keeper, PurgeInbox, announce_relay, retract_relay
-from vllm_tide.transport.rendezvous import lasting_folder
+from vllm_tide.transport.purge import (
+    DataHolder,
+    PurgeInbox,
+    announce_relay,
+    retract_relay,
+)
+from vllm_tide.transport.rendezvous import durable_folder
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import purge_records
 
 SPEC = make_spec()
-RELAY, TRAINER = (Keeper(kind, *Holder.me()) for kind in ("relay", "trainer"))
+RELAY, TRAINER = (DataHolder(kind, *Holder.current()) for kind in ("relay", "trainer"))
 
 
 @pytest.fixture
@@ -42,17 +47,17 @@ def serve(engine, *tenants):
 
 
 def tenants_in(store):
-    """Tenants of all records of the spool."""
+    """Return the tenants of all records of the spool."""
     folder = EngineFolder(store, "e1")
     reader = SpoolReader(folder, SPEC)
-    found = []
+    tenants = []
     for _ in range(50):
         shard = reader.fetch(EngineState(last_shard=9))
         if shard is not None:
-            found += [record.tenant for record in shard.records]
+            tenants += [record.tenant for record in shard.records]
             named = folder.read_json(f"records/{shard.number:012d}.json")["tenants"]
             assert set(named) == {r.tenant for r in shard.records} - {0}
-    return found
+    return tenants
 
 
 def bodies(store):
@@ -60,10 +65,10 @@ def bodies(store):
     return sorted(name for name in names if name.endswith(".safetensors"))
 
 
-# Requests and keepers
+# Requests and data holders
 
 
-def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
+def test_every_data_holder_answers_a_request_once(tmp_path, monkeypatch):
     first, second = PurgeInbox(tmp_path), PurgeInbox(tmp_path, "relay")
     assert first.pending() == []
     old = purge.ask(tmp_path, 7)
@@ -82,7 +87,7 @@ def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
     assert second.pending() == [new]
     later = time.time() + purge.MAX_AGE_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    # One that is forgotten goes in the end, not unanswered: the clock may have stepped.
+    # A forgotten request goes in the end, not unanswered: the clock may have stepped.
     assert second.pending() == [new]
     second.done(new, {})
     assert second.pending() == []
@@ -93,109 +98,113 @@ def test_a_request_is_answered_once_by_every_keeper(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", '{"tenant": 5, "asked_unix_s": 1}'])
-def test_what_is_no_request_is_said_once(tmp_path, text, caplog):
+def test_an_invalid_request_is_logged_once(tmp_path, text, caplog):
     (tmp_path / "purge-0.json").write_text(text)
     inbox = PurgeInbox(tmp_path)
     for _ in range(3):
         assert inbox.pending() == []
-    assert caplog.text.count("is no purge request") == 1
+    assert caplog.text.count("is not a valid purge request") == 1
 
 
-def test_live_trainers_are_those_that_say_so(tmp_path):
+def test_live_trainers_are_those_with_a_fresh_status(tmp_path):
     now = time.time()
-    for pid, state, said in (
+    for pid, state, updated in (
         (1, "waiting", now),
         (2, "stopped", now),
         (3, "waiting", now - purge.FRESH_S - 1),
     ):
-        status = {"pid": pid, "state": state, "updated_unix": said}
+        status = {"pid": pid, "state": state, "updated_unix": updated}
         (tmp_path / f"trainer-{pid}.json").write_text(json.dumps(status))
     (tmp_path / "trainer-d.json").write_text("{")
-    assert purge.live_keepers(tmp_path) == {Keeper("trainer", 1)}
+    assert purge.live_data_holders(tmp_path) == {DataHolder("trainer", 1)}
 
 
 def trainer_says(run_dir, name="e", **changes):
-    status = {**Holder.me()._asdict(), "state": "training", "updated_unix": time.time()}
+    status = {
+        **Holder.current()._asdict(),
+        "state": "training",
+        "updated_unix": time.time(),
+    }
     (run_dir / f"trainer-{name}.json").write_text(json.dumps({**status, **changes}))
 
 
-def test_a_trainer_lives_by_its_pid_and_start_and_elsewhere_by_its_word(tmp_path):
+def test_a_trainer_is_live_by_pid_and_start_and_elsewhere_by_its_heartbeat(tmp_path):
     def live(**changes):
         trainer_says(tmp_path, **changes)
-        return purge.live_keepers(tmp_path)
+        return purge.live_data_holders(tmp_path)
 
     assert live() == {TRAINER}
     assert live(updated_unix=time.time() - 65) == {TRAINER}  # it hangs, and holds rows
     assert live(updated_unix=time.time() + 1e6) == {TRAINER}  # the clock stepped
     assert live(state="stopped") == {TRAINER}  # its memory goes with its process
     assert live(state="engine_gone") == set()  # it waits for another, without rows
-    assert live(start=1) == set()  # dead, however young its word
-    assert live(namespace=1) == {Keeper("trainer", os.getpid(), TRAINER.start, 1)}
+    assert live(start=1) == set()  # dead, however young its status
+    assert live(namespace=1) == {DataHolder("trainer", os.getpid(), TRAINER.start, 1)}
     assert live(namespace=1, updated_unix=0) == set()
     assert live(namespace=1, state="stopped") == set()
 
 
-def test_the_answer_of_one_is_not_another_ones_with_the_same_pid(tmp_path):
+def test_data_holders_with_the_same_pid_are_distinguished(tmp_path):
     """Containers that share a run directory count their processes alike."""
     request = purge.ask(tmp_path, None)
     trainer_says(tmp_path)
     trainer_says(tmp_path, "f", namespace=1)
     PurgeInbox(tmp_path).done(request, {})
-    silent = purge.live_keepers(tmp_path) - set(purge.answers(tmp_path, request))
-    assert [keeper.namespace for keeper in silent] == [1]
+    silent = purge.live_data_holders(tmp_path) - set(purge.answers(tmp_path, request))
+    assert [holder.namespace for holder in silent] == [1]
 
 
-def test_who_reads_a_ring_is_asked_though_it_has_said_nothing_yet(engine):
+def test_the_reader_of_a_ring_is_asked_before_its_first_status(engine):
     """It starts, or the run directory vanished while it hung."""
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
     reader = RingReader.attach(engine.ring.name)
-    assert purge.live_keepers(engine.run_dir) == {TRAINER}
+    assert purge.live_data_holders(engine.run_dir) == {TRAINER}
     announce_relay(engine.run_dir, "e1")  # it was a relay
-    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    assert purge.live_data_holders(engine.run_dir) == {RELAY}
     retract_relay(engine.run_dir, "e1")
     reader.close()
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
 
 
-def test_a_trainer_is_found_after_its_run_directory_and_its_engine_are_gone(tmp_path):
+def test_a_trainer_outlives_its_run_directory_and_its_engine(tmp_path):
     """It hung meanwhile: nothing in the run directory names it any more."""
     run_dir, state_dir = tmp_path / "run", str(tmp_path / "state")
-    folder = lasting_folder(run_dir, state_dir)
-    assert purge.live_keepers(run_dir, state_dir) == set()
+    folder = durable_folder(run_dir, state_dir)
+    assert purge.live_data_holders(run_dir, state_dir) == set()
     (path,) = purge.announce_trainer([folder])
     assert path.stat().st_mode & 0o777 == 0o600
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
-    assert purge.live_keepers(tmp_path / "another", state_dir) == set()
-    path.write_text("")  # its name says all
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(tmp_path / "another", state_dir) == set()
+    path.write_text("")  # its name is enough
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
     dead = folder / f"trainer-1-1-{TRAINER.namespace}"
     dead.touch()
-    assert purge.live_keepers(run_dir, state_dir) == {TRAINER}
+    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
     purge.announce_trainer([folder, tmp_path / "state" / "x"])
     assert sorted(folder.iterdir()) == [path]
     path.unlink()
     (tmp_path / "file").touch()
-    assert purge.announce_trainer([tmp_path / "file" / "x"])  # it says so in the log
+    assert purge.announce_trainer([tmp_path / "file" / "x"])  # it is logged
 
 
-def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path):
+def test_a_relay_is_live_by_its_pid_and_elsewhere_by_its_heartbeat(tmp_path):
     announce_relay(tmp_path, "e")
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
-    found = json.loads(path.read_text())
+    status = json.loads(path.read_text())
 
-    def said(**changes):
-        path.write_text(json.dumps({**found, **changes}))
-        return purge.live_keepers(tmp_path)
+    def live_with(**changes):
+        path.write_text(json.dumps({**status, **changes}))
+        return purge.live_data_holders(tmp_path)
 
-    assert said() == {RELAY}
-    assert said(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
-    assert said(namespace=1) == {replace(RELAY, namespace=1)}
-    assert said(namespace=1, updated_unix=0) == set()
-    assert said(start=1) == set()
-    assert not path.exists()  # a dead one's word is removed
+    assert live_with() == {RELAY}
+    assert live_with(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
+    assert live_with(namespace=1) == {replace(RELAY, namespace=1)}
+    assert live_with(namespace=1, updated_unix=0) == set()
+    assert live_with(start=1) == set()
+    assert not path.exists()  # a dead one's status is removed
     path.write_text("{")
-    assert purge.live_keepers(tmp_path) == set()
+    assert purge.live_data_holders(tmp_path) == set()
     announce_relay(tmp_path, "e")
     retract_relay(tmp_path, "e")
     assert list(tmp_path.iterdir()) == []
@@ -206,10 +215,10 @@ def test_live_relays_are_told_by_their_pid_and_elsewhere_by_their_word(tmp_path)
 
 @pytest.mark.parametrize("written", ["open", "nothing", "body", "all"])
 @pytest.mark.parametrize(("tenant", "left"), [(7, [0, 8]), (None, []), (9, [7, 0, 8])])
-def test_records_that_are_not_spooled_yet_are_forgotten_and_what_they_left(
+def test_unspooled_records_and_their_partial_files_are_forgotten(
     store, monkeypatch, written, tenant, left
 ):
-    """In the open shard, and in one of which so much was written as it failed."""
+    """In the open shard, and in one that was partly written when it failed."""
     writer = writer_of(store, of_tenants(7, 0, 8))
     if written != "open":
         part = {"nothing": "records", "body": ".json", "all": ".json"}[written]
@@ -227,9 +236,7 @@ def test_records_that_are_not_spooled_yet_are_forgotten_and_what_they_left(
     assert writer.rows == 4 * len(left)
 
 
-def test_a_purge_of_a_blocked_shard_is_not_over_while_the_storage_is_down(
-    store, monkeypatch
-):
+def test_a_purge_of_a_blocked_shard_waits_for_the_storage(store, monkeypatch):
     writer = writer_of(store, of_tenants(7))
     monkeypatch.setattr(store, "write", failing(store, "write", ".json"))
     with pytest.raises(StoreError):
@@ -250,7 +257,7 @@ def test_a_purge_of_a_blocked_shard_is_not_over_while_the_storage_is_down(
 # The spool
 
 
-def test_shards_with_a_tenants_rows_or_older_than_a_time_are_removed(store):
+def test_shards_of_a_tenant_or_older_than_a_time_are_removed(store):
     writer = writer_of(store)
     for record in of_tenants(0, 77, 5, 77):
         writer.add(body_of(record))
@@ -262,7 +269,7 @@ def test_shards_with_a_tenants_rows_or_older_than_a_time_are_removed(store):
 
 
 @pytest.mark.parametrize("tenant", [7, None])
-def test_a_body_that_no_manifest_names_is_removed_however_young(store, tenant):
+def test_a_body_without_a_manifest_is_removed_at_any_age(store, tenant):
     writer = writer_of(store, of_tenants(7))
     writer.flush()
     at = "engines/e1/records/"
@@ -275,7 +282,7 @@ def test_a_body_that_no_manifest_names_is_removed_however_young(store, tenant):
     assert tenants_in(store) == [8]
 
 
-def test_a_body_whose_manifest_follows_stays(store, monkeypatch):
+def test_a_body_with_a_later_manifest_stays(store, monkeypatch):
     writer_of(store, of_tenants(8)).flush()
     at = "engines/e1/records/000000000001.json"
     manifest = store.read(at)
@@ -295,7 +302,7 @@ def test_a_body_whose_manifest_follows_stays(store, monkeypatch):
 # The relay
 
 
-def test_a_relay_answers_and_keeps_what_is_not_asked_for(
+def test_a_relay_answers_and_keeps_records_of_other_tenants(
     store, engine, caplog, monkeypatch
 ):
     monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
@@ -303,7 +310,7 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
     relay = engine.relay(store)
     serve(engine, 7, 8)
     relay.tick()  # now they are in the open shard
-    assert purge.live_keepers(engine.run_dir) == {RELAY}
+    assert purge.live_data_holders(engine.run_dir) == {RELAY}
     request = purge.ask(engine.run_dir, 7)
     relay._next_poll = 0.0
     relay._drain = lambda: 0  # what comes before the purge stays in the ring
@@ -315,11 +322,11 @@ def test_a_relay_answers_and_keeps_what_is_not_asked_for(
     relay.stop()
     relay.run()
     assert tenants_in(store) == [8, 9]
-    assert purge.live_keepers(engine.run_dir) == set()
+    assert purge.live_data_holders(engine.run_dir) == set()
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_relay_that_starts_or_ends_answers_before_it_writes(store, engine, ends):
+def test_a_starting_or_ending_relay_answers_before_it_writes(store, engine, ends):
     relay = engine.relay(store) if ends else None
     serve(engine, 7)
     request = purge.ask(engine.run_dir, 7)
@@ -355,7 +362,7 @@ def test_a_relay_answers_only_when_the_ring_was_empty(store, engine, monkeypatch
 
 
 def spooled(store, engine):
-    """A relay that has written a shard."""
+    """Return a relay that has written a shard."""
     relay = engine.relay(store)
     serve(engine, 7, 255, 8, 255)
     relay.tick()
@@ -366,22 +373,20 @@ def spooled(store, engine):
 
 
 @pytest.mark.parametrize("tenant", [255, None])
-def test_a_feed_forgets_what_it_fetched_ahead(store, engine, tenant):
+def test_a_feed_forgets_its_prefetched_records(store, engine, tenant):
     spooled(store, engine)
     feed = SpoolFeed(store, "e1", threaded=False)
     feed.heartbeat()
     (first,) = feed.read(1)
     assert first.tenant == 7
     assert feed.purge(tenant) == (2 if tenant else 3)
-    # The cursor counts what was purged: the others keep their places in the shard.
+    # The cursor counts what was purged: the others stay at their place in the shard.
     assert [r.tenant for r in feed.read(1)] == ([8] if tenant else [])
     assert feed._cursor == ((1, 3) if tenant else (2, 0))
     feed.close()
 
 
-def test_a_shard_that_was_being_read_during_a_purge_is_not_handed_out(
-    store, engine, monkeypatch
-):
+def test_a_shard_in_reading_during_a_purge_is_not_returned(store, engine, monkeypatch):
     spooled(store, engine)
     feed = SpoolFeed(store, "e1", threaded=False)
     read, purged = store.read, []

@@ -1,4 +1,4 @@
-"""What the relay carries between an engine and its spool, its start and its end."""
+"""The relay between an engine and its spool: transfer, start and end."""
 
 import argparse
 import os
@@ -18,15 +18,15 @@ from tests.transport.spool_toys import (
     writer_of,
 )
 from vllm_tide.cli import relay as cli_relay
-from vllm_tide.config import parse_tide, trainer_wanted
+from vllm_tide.config import parse_tide, starts_trainer
 from vllm_tide.transport import TransportError, publication, spool_writer
 from vllm_tide.transport.process import Holder, pid_namespace, start_time
-from vllm_tide.transport.purge import live_keepers
-from vllm_tide.transport.ring import Word
+from vllm_tide.transport.purge import live_data_holders
+from vllm_tide.transport.ring import Atomic
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, ReaderState
 from vllm_tide.transport.spool_store import StoreError, open_store
-from vllm_tide.transport.weights import _Word
+from vllm_tide.transport.weights import _Atomic
 
 
 def read_seeds(store):
@@ -45,15 +45,15 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     assert state.running
     assert state.last_shard >= 1
     assert state.rows == 20
-    found, _ = read_all(store, last=state.last_shard)
-    assert sum(found.values(), []) == list(range(5))
+    records, _ = read_all(store, last=state.last_shard)
+    assert sum(records.values(), []) == list(range(5))
     blob = publication.encode(head_tensors(3), 3, 0, {"g": 1})
     folder.write_draft(blob)
     settle(relay)
     got = engine.weights.read()
     assert (got.version, got.meta) == (3, {"g": 1})
-    held = [engine.weights._read_slot(slot, 3) for slot in (0, 1)]
-    assert [bytes(other.data) for other in held if other] == [blob.data]
+    slots = [engine.weights._read_slot(slot, 3) for slot in (0, 1)]
+    assert [bytes(other.data) for other in slots if other] == [blob.data]
     assert folder.read_state().published_version == 3
     engine.weights.report(3, swap_pause_ms=1.5)
     settle(relay)
@@ -65,7 +65,7 @@ def test_the_relay_carries_records_drafts_and_feedback(store, engine):
     assert folder.read_state().refused_reason == "norm"
 
 
-def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine):
+def test_the_relay_refuses_a_damaged_or_unfit_draft(disk, engine):
     relay = engine.relay(disk)
     folder = engine.folder(disk)
     big = {"fc.weight": ("float32", (1 << 19,), np.zeros(1 << 19, np.float32))}
@@ -86,7 +86,9 @@ def test_the_relay_refuses_a_draft_that_is_damaged_or_does_not_fit(disk, engine)
     assert engine.weights.latest_version() == 3
 
 
-def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypatch):
+def test_a_draft_that_arrives_during_a_scan_is_passed_on_once(
+    disk, engine, monkeypatch
+):
     relay, folder = engine.relay(disk), engine.folder(disk)
     folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
     read = EngineFolder.read_draft
@@ -103,22 +105,22 @@ def test_a_draft_that_comes_amid_a_look_is_passed_on_once(disk, engine, monkeypa
     assert folder.read_state().refused_version == 0
 
 
-def test_full_rows_are_collected_while_any_live_trainer_wants_them(disk, engine):
+def test_full_rows_are_collected_while_any_live_trainer_requests_them(disk, engine):
     relay = engine.relay(disk)
     folder = engine.folder(disk)
     settle(relay)
-    assert engine.ring.collect  # nobody to ask: kept for the next trainer
-    for name, state, wanted in (
+    assert engine.ring.collect  # no trainer: stored for the next one
+    for name, state, collect in (
         ("a", ReaderState("i", unix=1.0, collect=False), False),
         ("b", ReaderState("j", unix=1.0, collect=True), True),
         ("b", ReaderState("j", unix=2.0, running=False), False),
     ):
         folder.write_reader(name, state)
         settle(relay)
-        assert engine.ring.collect is wanted
+        assert engine.ring.collect is collect
 
 
-def test_storage_that_fails_stops_nothing_and_loses_nothing(
+def test_failing_storage_stops_nothing_and_loses_nothing(
     disk, engine, monkeypatch, caplog
 ):
     relay = engine.relay(disk)
@@ -138,7 +140,7 @@ def test_storage_that_fails_stops_nothing_and_loses_nothing(
 
 
 @pytest.mark.parametrize("which", ["ring", "weights"])
-def test_a_relay_whose_memory_was_cut_short_ends(disk, engine, which):
+def test_a_relay_with_truncated_memory_ends(disk, engine, which):
     relay = engine.relay(disk)
     engine.serve(range(2))
     relay.tick()
@@ -148,7 +150,7 @@ def test_a_relay_whose_memory_was_cut_short_ends(disk, engine, which):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_relay_says_a_last_word(disk, engine, monkeypatch, full):
+def test_the_relay_writes_an_end_state(disk, engine, monkeypatch, full):
     engine.serve(range(2))
     relay = engine.relay(disk)
     if full:
@@ -160,7 +162,7 @@ def test_the_relay_says_a_last_word(disk, engine, monkeypatch, full):
     assert not engine.ring.stats().consumer_alive
 
 
-def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, engine):
+def test_a_serving_engine_does_not_keep_a_relay_from_ending(disk, engine):
     relay = engine.relay(disk)
     flush, seeds = relay._writer.flush, iter(range(100))
 
@@ -181,16 +183,16 @@ def test_an_engine_that_goes_on_serving_does_not_keep_a_relay_from_ending(disk, 
 # Its start
 
 
-def test_a_server_with_a_spool_has_a_relay_whatever_else_it_wants():
-    assert trainer_wanted(parse_tide({}))
+def test_a_server_with_a_spool_always_has_a_relay():
+    assert starts_trainer(parse_tide({}))
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},
         {"capture": {"enabled": False}},  # a trainer gets no rows
         {"train": {"autostart": False}},
     ):
-        assert not trainer_wanted(parse_tide(nobody))
-        assert trainer_wanted(parse_tide({**nobody, "spool": {"url": "/s"}}))
+        assert not starts_trainer(parse_tide(nobody))
+        assert starts_trainer(parse_tide({**nobody, "spool": {"url": "/s"}}))
 
 
 def relay_command(run_dir, *argv):
@@ -201,7 +203,7 @@ def relay_command(run_dir, *argv):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """What the command sleeps; the seventh sleep calls what `mend` holds."""
+    """Return the command's sleeps; the seventh calls the function in `mend`."""
     slept, mend = [], []
 
     def sleep(seconds):
@@ -214,7 +216,7 @@ def pauses(monkeypatch):
     return slept, mend
 
 
-def test_what_no_time_mends_is_said_at_once(engine, disk, tmp_path, pauses, capsys):
+def test_permanent_errors_are_reported_at_once(engine, disk, tmp_path, pauses, capsys):
     slept, _ = pauses
     relay, run_dir = engine.relay(disk), engine.run_dir
     for argv, sentence in (
@@ -230,7 +232,7 @@ def test_what_no_time_mends_is_said_at_once(engine, disk, tmp_path, pauses, caps
     engine.relay(disk).close()
 
 
-def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
+def test_an_unreachable_spool_is_retried_while_the_engine_lives(
     engine, tmp_path, monkeypatch, pauses, caplog
 ):
     slept, mend = pauses
@@ -250,7 +252,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
 
     def mended():
         down.clear()
-        seen.append(live_keepers(engine.run_dir))
+        seen.append(live_data_holders(engine.run_dir))
 
     mend.append(mended)
     url = str(tmp_path / "spool")
@@ -258,7 +260,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
     assert slept == [1, 2, 4, 8, 16, 30, 30]
     assert sum("is not mounted" in r.message for r in caplog.records) == 2
     # The ring may hold rows meanwhile: a purge waits for this process.
-    assert {keeper.kind for keeper in seen[0]} == {"relay"}
+    assert {holder.kind for holder in seen[0]} == {"relay"}
     engine.serve([1])
     relay.tick()
     relay.stop()
@@ -266,7 +268,7 @@ def test_a_spool_out_of_reach_is_tried_again_while_the_engine_lives(
     assert seeds_in(open_store(url)) == {1: [1]}
 
 
-def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
+def test_an_unreachable_spool_is_given_up_when_the_engine_is_gone(
     engine, tmp_path, pauses
 ):
     slept, mend = pauses
@@ -274,31 +276,29 @@ def test_a_spool_out_of_reach_is_given_up_when_the_engine_is_gone(
     mend.append(lambda: (engine.run_dir / "engine-e1.json").unlink())
     assert relay_command(engine.run_dir, "--spool", str(tmp_path / "file")) == 0
     assert slept == [1, 2, 4, 8, 16, 30, 30]
-    assert live_keepers(engine.run_dir) == set()
+    assert live_data_holders(engine.run_dir) == set()
 
 
-# Another in its place
+# A second relay in its place
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_relay_that_lost_its_claim_writes_nothing_more(
-    disk, engine, monkeypatch, asked
-):
+def test_a_relay_that_lost_its_claim_stops_writing(disk, engine, monkeypatch, asked):
     monkeypatch.setattr(spool_writer, "SHARD_SECONDS", 1e9)
     relay = engine.relay(disk)
     engine.serve([1, 2])
     relay.tick()
-    said = engine.folder(disk).read_state()
-    # Another live process takes its claims, as after 10 s without a word.
+    state = engine.folder(disk).read_state()
+    # Another live process takes its claims, as after 10 s without a heartbeat.
     other = Holder(os.getppid(), start_time(os.getppid()), pid_namespace())
     claims = (
-        (engine.ring._segment, Word.CONSUMER),
-        (engine.weights._segment, _Word.WRITER),
+        (engine.ring._segment, Atomic.CONSUMER),
+        (engine.weights._segment, _Atomic.WRITER),
     )
-    for segment, word in claims:
-        segment.store(word, other.word)
-        segment.store(word + 1, other.namespace)
-        segment.store(word + 2, time.monotonic_ns())
+    for segment, offset in claims:
+        segment.store(offset, other.as_u64)
+        segment.store(offset + 1, other.namespace)
+        segment.store(offset + 2, time.monotonic_ns())
     write_shards(disk, [[5]])  # the other one's shard has the number that is next
     if asked:  # SIGTERM came while it hung
         relay.stop()
@@ -307,8 +307,8 @@ def test_a_relay_that_lost_its_claim_writes_nothing_more(
         with pytest.raises(TransportError, match="already the trainer"):
             relay.run()
     assert seeds_in(disk) == {1: [5]}
-    assert engine.folder(disk).read_state() == said
-    assert [segment.load(word) for segment, word in claims] == [other.word] * 2
+    assert engine.folder(disk).read_state() == state
+    assert [segment.load(offset) for segment, offset in claims] == [other.as_u64] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -328,7 +328,7 @@ def test_a_shard_never_takes_the_number_of_another_relays(disk, monkeypatch, whe
         write_shards(disk, [[5]])
     else:
         monkeypatch.setattr(disk, "write", hangs)
-    with pytest.raises(TransportError, match="another relay's"):
+    with pytest.raises(TransportError, match="of another relay"):
         late.flush()
     assert seeds_in(disk) == {1: [5]}
     assert late.blocked

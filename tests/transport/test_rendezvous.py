@@ -22,7 +22,7 @@ from vllm_tide.transport.rendezvous import (
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR
 
 
-def test_a_manifest_is_found_replaced_and_taken_back(tmp_path):
+def test_a_manifest_is_read_replaced_and_removed(tmp_path):
     run = tmp_path / "run"
     assert read_manifests(run) == []
     write_manifest(run, make_manifest("c", ring="other"))
@@ -42,7 +42,7 @@ def test_a_manifest_is_found_replaced_and_taken_back(tmp_path):
             write_manifest(run, make_manifest(name))
 
 
-def test_dead_engines_and_unreadable_files_are_passed_over(tmp_path):
+def test_dead_engines_and_unreadable_files_are_skipped(tmp_path):
     path = write_manifest(tmp_path, make_manifest("live"))
     # Of a later version.
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
@@ -69,7 +69,7 @@ def test_a_run_directory_that_is_a_link_a_file_or_anothers_is_refused(
         read_manifests(tmp_path)
 
 
-def test_a_directory_that_others_may_enter_is_refused_and_keeps_its_mode(tmp_path):
+def test_a_directory_open_to_others_is_refused_and_keeps_its_mode(tmp_path):
     shared, made = tmp_path / "shared", tmp_path / "made"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -95,12 +95,12 @@ def test_the_default_run_directory(monkeypatch):
     assert str(default_run_dir()) == "/run/user/1/vllm_tide"
     monkeypatch.setenv("TIDE_RUN_DIR", "/x/y")
     assert str(default_run_dir()) == "/x/y"
-    # `vllm serve --fail-on-environ-validation` refuses names that it does not know.
+    # `vllm serve --fail-on-environ-validation` refuses unknown names.
     assert RUN_DIR_VARIABLE == "TIDE_RUN_DIR"
 
 
 def in_shm(names):
-    """Those that are there. Any process of this user may reclaim orphans meanwhile."""
+    """Return the existing ones. Other processes of the user may reclaim orphans."""
     return [name for name in names if os.path.exists(f"{SHM_DIR}/{name}")]
 
 
@@ -115,13 +115,13 @@ def serve_until_killed(run, namespace, tell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "damaged", "other namespace"])
-def test_what_a_killed_engine_left_is_reclaimed_and_nothing_else(tmp_path, kind):
+def test_only_files_of_a_killed_engine_are_reclaimed(tmp_path, kind):
     run = tmp_path / "run"
     live = RingWriter.create(make_spec(), 4096)
     write_manifest(run, make_manifest("live", ring=live.name, created_unix=2.0))
     namespace = 7 if kind == "other namespace" else process.pid_namespace()
-    child, told = child_that_tells(serve_until_killed, run, namespace)
-    names = told.split()
+    child, created = child_that_tells(serve_until_killed, run, namespace)
+    names = created.split()
     for name in names if kind == "damaged" else ():
         with open(f"{SHM_DIR}/{name}", "r+b") as file:
             file.write(os.urandom(300))
@@ -136,7 +136,7 @@ def test_what_a_killed_engine_left_is_reclaimed_and_nothing_else(tmp_path, kind)
     live.close()
 
 
-def test_a_segment_without_a_header_is_reclaimed_only_once_it_is_old(tmp_path):
+def test_a_segment_without_a_header_is_reclaimed_only_once_old(tmp_path):
     path = f"{SHM_DIR}/{NAME_PREFIX}{uuid.uuid4().hex}"
     with open(path, "wb") as file:
         file.write(b"\0" * 100)
@@ -175,7 +175,7 @@ def test_files_of_dead_engines_are_removed_but_of_the_newest_four(tmp_path):
     assert set(os.listdir(tmp_path)) == before - removed
 
 
-def test_files_that_another_start_removes_meanwhile_stop_nothing(tmp_path, monkeypatch):
+def test_files_that_another_start_removes_are_no_error(tmp_path, monkeypatch):
     leave(tmp_path, "a" * 16, 9)
     kind, lstat = type(tmp_path), type(tmp_path).lstat
 
@@ -189,7 +189,7 @@ def test_files_that_another_start_removes_meanwhile_stop_nothing(tmp_path, monke
     assert not os.listdir(tmp_path)
 
 
-def test_one_engine_of_a_group_starts_the_trainer_until_it_and_its_child_end(tmp_path):
+def test_one_engine_of_a_group_starts_the_trainer_until_both_end(tmp_path):
     mine, other = (make_manifest(e, pid=p) for e, p in (("a", 1), ("b", 2)))
     group = group_of(mine)
     assert group == group_of(other) != group_of(make_manifest(target_path="/x"))

@@ -1,4 +1,4 @@
-"""The ring: whole records or none, and what each check of damage is there for."""
+"""The ring: whole records or none, and each check of damage."""
 
 import os
 import time
@@ -27,7 +27,7 @@ from vllm_tide.transport.process import (
     start_time,
 )
 from vllm_tide.transport.record import META_BYTES, RecordError, Status, decode
-from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Collect, Word, pack_frame
+from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Atomic, Collect, pack_frame
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
 
 SPEC = make_spec()
@@ -35,7 +35,9 @@ SPEC = make_spec()
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
-def test_every_kind_of_record_comes_back_to_the_bit(ring_pair, teacher, feature_dtype):
+def test_every_kind_of_record_is_read_back_to_the_bit(
+    ring_pair, teacher, feature_dtype
+):
     spec = make_spec(teacher, feature_dtype, hidden_size=7, topk=5)
     writer, reader = ring_pair(spec, 1 << 18)
     assert reader.spec == writer.spec == spec
@@ -54,7 +56,7 @@ def test_every_kind_of_record_comes_back_to_the_bit(ring_pair, teacher, feature_
             assert got.metadata_only is (record is light)
             assert got.tenant != 0
         assert write_record(writer, light)
-        assert writer.stats().used_bytes <= 256  # it takes no room for features
+        assert writer.stats().used_bytes <= 256  # it takes no space for features
         assert identity(reader.read()) == identity(light)
     assert reader.read() is None
 
@@ -81,7 +83,7 @@ def test_what_was_read_is_private_to_the_caller(ring_pair):
     assert identity(first) == before
 
 
-def test_full_ring_drops_newest_and_counts_it(ring_pair):
+def test_a_full_ring_drops_the_newest_and_counts_it(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec, 4096)
     sent = [make_record(spec, seed) for seed in range(20)]
@@ -120,7 +122,7 @@ def test_full_ring_drops_newest_and_counts_it(ring_pair):
         {"teacher_topk_ids": np.zeros((4, 3), np.int32)},
     ],
 )
-def test_a_record_that_contradicts_itself_is_skipped_and_counted(ring_pair, change):
+def test_an_inconsistent_record_is_skipped_and_counted(ring_pair, change):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     for sent in (replace(make_record(spec), **change), make_record(spec, 1)):
@@ -129,54 +131,54 @@ def test_a_record_that_contradicts_itself_is_skipped_and_counted(ring_pair, chan
     assert reader.stats().corrupt_records == 1
 
 
-def test_one_consumer_at_a_time_which_lives_while_its_heart_beats(ring_pair):
+def test_one_consumer_at_a_time_which_is_live_while_its_heartbeat_changes(ring_pair):
     writer, reader = ring_pair(make_spec())
     with pytest.raises(TransportError, match=str(os.getpid())):
         RingReader.attach(writer.name)
     assert writer.stats().consumer_alive
     past = time.monotonic_ns() - HEARTBEAT_TIMEOUT_NS
-    reader._segment.store(Word.CONSUMER_BEAT, past)
+    reader._segment.store(Atomic.CONSUMER_BEAT, past)
     assert not writer.stats().consumer_alive
     reader.heartbeat()
     assert writer.stats().consumer_alive
 
 
-def test_a_consumer_that_lost_its_claim_neither_reads_nor_asks(ring_pair):
+def test_a_consumer_without_its_claim_neither_reads_nor_requests(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     parent = os.getppid()  # alive, and not us
     other = Holder(parent, start_time(parent), pid_namespace())
-    reader._segment.store(Word.CONSUMER, other.word)
+    reader._segment.store(Atomic.CONSUMER, other.as_u64)
     reader.heartbeat()
     reader.set_collect(Collect.METADATA)
     write_record(writer, make_record(spec))
     assert writer.collect and reader.read() is None
-    reader._segment.store(Word.CONSUMER, 0)
+    reader._segment.store(Atomic.CONSUMER, 0)
     reader.heartbeat()
     assert not writer.collect and reader.read() is not None
 
 
-def test_the_consumer_says_whether_it_wants_full_rows(ring_pair):
+def test_the_consumer_sets_the_collect_mode(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
-    for wanted, again in (
-        (Collect.METADATA, Collect.FULL),  # a new consumer wants rows
-        (Collect.NOTHING, Collect.NOTHING),  # but a pause outlives who said so
+    for mode, again in (
+        (Collect.METADATA, Collect.FULL),  # a new consumer requests rows
+        (Collect.NOTHING, Collect.NOTHING),  # but a pause outlives its consumer
     ):
-        reader.set_collect(wanted)
-        assert writer.wish is wanted and not writer.collect
+        reader.set_collect(mode)
+        assert writer.collect_mode is mode and not writer.collect
         reader.close()
-        assert writer.wish is wanted
+        assert writer.collect_mode is mode
         reader = RingReader.attach(writer.name)
         reader.heartbeat()
-        assert writer.wish is again
+        assert writer.collect_mode is again
     reader.set_collect(Collect.FULL)
     assert writer.collect
-    for wanted in Collect:  # in doubt nothing leaves
-        reader._segment.store(Word.COLLECT, 2**64 - 1)
-        assert writer.wish is Collect.NOTHING
-        reader.set_collect(wanted)
-        assert writer.wish is wanted
+    for mode in Collect:  # with an invalid value nothing leaves
+        reader._segment.store(Atomic.COLLECT, 2**64 - 1)
+        assert writer.collect_mode is Collect.NOTHING
+        reader.set_collect(mode)
+        assert writer.collect_mode is mode
     reader.close()
 
 
@@ -209,7 +211,7 @@ def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     reader.close()
     assert reader.read() is None
     assert reader.stats().used_bytes == 0
-    # What a writer sees that passed the checks just before another thread closed it.
+    # A writer that passed the checks just before another thread closed the ring.
     monkeypatch.setattr(writer._segment, "closed", False)
     monkeypatch.setattr(writer._segment, "intact", lambda: True)
     assert not writer.collect
@@ -219,7 +221,7 @@ def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     assert writer.stats().dropped_records == 2
 
 
-def test_an_unlinked_ring_keeps_working_for_those_attached(ring_pair):
+def test_an_unlinked_ring_keeps_working_for_attached_processes(ring_pair):
     spec = make_spec()
     writer, reader = ring_pair(spec)
     os.unlink(f"{SHM_DIR}/{writer.name}")
@@ -247,21 +249,21 @@ def test_a_damaged_body_is_dropped_and_a_damaged_frame_with_all_after_it(ring_pa
 
 
 def identities(reader):
-    found = []
+    identities = []
     while (record := reader.read()) is not None:
-        found.append(identity(record))
+        identities.append(identity(record))
     assert reader.stats().corrupt_records == 0
-    return found
+    return identities
 
 
-def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
+def test_records_after_one_that_was_not_written_are_skipped(ring_pair):
     writer, reader = ring_pair(SPEC, 2048)
     records = [
         make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((2, 90, 2, 2, 2))
     ]
     records.insert(1, make_record(SPEC, 9))
     frames = frames_of(records, follows=[False, False, False, True, True, False])
-    frames.status[1] = Status.INVALID  # one that has a status is left alone
+    frames.status[1] = Status.INVALID  # a record that has a status is left alone
     writer.write(frames)
     assert [Status(code).name for code in frames.status] == [
         "WRITTEN", "INVALID", "TOO_LARGE", "SKIPPED", "SKIPPED", "WRITTEN",
@@ -272,7 +274,7 @@ def test_what_follows_a_record_that_was_not_written_is_skipped(ring_pair):
     assert identities(reader) == [identity(records[0]), identity(records[5])]
 
 
-def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_pair):
+def test_a_record_too_long_for_the_end_gets_the_whole_ring_next(ring_pair):
     writer, reader = ring_pair(SPEC, 2048)
     records = [make_record(SPEC, seed, num_rows=n) for seed, n in enumerate((9, 22, 1))]
     frames = frames_of(records)
@@ -288,8 +290,8 @@ def test_a_record_that_does_not_fit_before_the_end_has_the_whole_ring_next(ring_
     assert identities(reader) == [identity(record) for record in records[1:]]
 
 
-def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair):
-    """The writer's own check was before: what the call itself finds counts as well."""
+def test_truncated_memory_is_detected_before_each_record(ring_pair):
+    """The writer's own check came before: damage that the call detects counts too."""
     writer, _ = ring_pair(SPEC)
     frames = frames_of([make_record(SPEC, 1)])
     os.truncate(f"{SHM_DIR}/{writer.name}", DATA_AT)
@@ -304,7 +306,7 @@ def test_memory_that_is_cut_short_meanwhile_is_seen_before_each_record(ring_pair
 
 
 def arguments(**changed):
-    """Those of a call that writes one record without parts; some replaced."""
+    """Return arguments of a call that writes a record without parts; some replaced."""
     fd = os.memfd_create("ring")
     os.truncate(fd, DATA_AT + 1024)
     made = {
@@ -354,7 +356,7 @@ def test_nothing_outside_its_buffers_is_read_or_written(changed):
 
 
 def write(writer, *seeds):
-    """Write records; the length of a frame (all are alike)."""
+    """Write records and return the length of a frame (all are equal)."""
     before = writer.stats().used_bytes
     for seed in seeds:
         assert write_record(writer, make_record(SPEC, seed))
@@ -369,31 +371,31 @@ def drain(reader):
     return versions
 
 
-def test_a_record_of_an_earlier_lap_is_not_taken_for_a_new_one(ring_pair):
+def test_a_record_of_an_earlier_lap_is_not_read_again(ring_pair):
     length = write(ring_pair(SPEC)[0], 0)
     writer, reader = ring_pair(SPEC, 2 * length)
     write(writer, 1, 2)
     assert drain(reader) == [1, 2]
-    # The head points past what was written: there lies record 1, sound, one lap old.
-    reader._segment.store(Word.HEAD, 3 * length)
+    # The write offset points past the end: record 1 is there, valid, one lap old.
+    reader._segment.store(Atomic.HEAD, 3 * length)
     assert drain(reader) == []
     assert reader.stats().corrupt_records == 1
 
 
-def test_every_damaged_byte_of_a_frame_is_noticed(ring_pair):
+def test_every_damaged_byte_of_a_frame_is_detected(ring_pair):
     writer, reader = ring_pair(SPEC)
     for count, at in enumerate(range(FRAME_BYTES), 1):
         start = DATA_AT + reader._tail % writer.capacity
         write(writer, 1, 2)
         reader._segment.buf[start + at] ^= 0x10
-        assert drain(reader) == []  # nor is what came after it looked for
+        assert drain(reader) == []  # nor is a later record searched for
         assert reader.stats().corrupt_records == count
         write(writer, 3)
         assert drain(reader) == [3]
 
 
 @pytest.mark.parametrize("laps", [1, 64, 1 << 40])
-def test_a_frame_that_claims_to_reach_past_the_head_is_none(ring_pair, laps):
+def test_a_frame_that_claims_to_end_behind_the_write_offset_is_invalid(ring_pair, laps):
     writer, reader = ring_pair(SPEC)
     length = write(writer, 1, 2)
     forged = pack_frame(RECORD, 0, 2 * length + laps * 64, 8)
@@ -411,7 +413,7 @@ def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
     write(writer, 1, 2, 3)
     assert drain(reader) == [1, 2, 3]
     write(writer, 4)  # the writer has seen the tail behind record 3
-    reader._segment.store(Word.TAIL, tail)
+    reader._segment.store(Atomic.TAIL, tail)
     assert not write_record(writer, make_record(SPEC, 5))
     assert writer.drops["cursor"] == 1
     assert drain(reader) == [4]
@@ -420,26 +422,26 @@ def test_a_damaged_tail_stops_writing_until_the_consumer_stores_its_own(
 
 
 @pytest.mark.parametrize("head", [1 << 40, 65, 64, 0, 2**64 - 64])
-def test_both_ends_agree_again_after_a_damaged_head(ring_pair, head):
+def test_both_ends_agree_again_after_a_damaged_write_offset(ring_pair, head):
     writer, reader = ring_pair(SPEC)
     write(writer, 1, 2, 3)
     assert reader.read().draft_version == 1
-    reader._segment.store(Word.HEAD, head)
+    reader._segment.store(Atomic.HEAD, head)
     assert drain(reader) == []
     assert reader.stats().corrupt_records == 1
-    write_record(writer, make_record(SPEC, 4))  # stores the head
-    assert drain(reader) in ([], [4], [2, 3, 4])  # none comes twice
+    write_record(writer, make_record(SPEC, 4))  # stores the write offset
+    assert drain(reader) in ([], [4], [2, 3, 4])  # no record comes twice
     write(writer, 5)
     assert drain(reader) == [5]
 
 
-def test_a_body_of_another_format_or_length_is_refused_with_a_sentence():
+def test_a_body_of_another_format_or_length_is_refused_with_a_message():
     body = body_of(make_record(SPEC))
     assert identity(decode(body.data)) == identity(make_record(SPEC))
-    with pytest.raises(RecordError, match="left over"):
+    with pytest.raises(RecordError, match="extra bytes"):
         decode(np.append(body, np.zeros(8, np.uint8)).data)
     # Format 1 had 72 bytes before the arrays, the last of them 0, and no tenant.
     older = np.delete(body, np.s_[72:80])
     older[71] = 0
-    with pytest.raises(RecordError, match="record of format 1, .*speaks 5"):
+    with pytest.raises(RecordError, match="record format 1, .*supports 5"):
         decode(older.data)

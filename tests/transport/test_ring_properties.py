@@ -1,4 +1,4 @@
-"""The ring against a model, and against damage anywhere in its memory."""
+"""The ring compared with a model, and with damage anywhere in its memory."""
 
 import os
 from collections import deque
@@ -14,11 +14,11 @@ from tests.transport.samples import (
     write_record,
 )
 from vllm_tide.transport import Phase, RingReader, RingWriter, TransportError
-from vllm_tide.transport.ring import Word
+from vllm_tide.transport.ring import Atomic
 from vllm_tide.transport.shm import DATA_AT, PAGE_BYTES, SHM_DIR
 
 SPEC = make_spec("topk", hidden_size=3, topk=2, layers=(1, 2))
-# A fixed set: comparing by identity needs each made once.
+# A fixed set: comparison by identity needs each made once.
 RECORDS = [
     (make_metadata_only if seed % 3 == 2 else make_record)(
         SPEC, seed, num_rows=seed % 9, phase=Phase(seed % 2)
@@ -34,12 +34,12 @@ beat = st.tuples(st.sampled_from(["beat", "reattach"]), st.just(0))
 damage = st.tuples(
     st.just("damage"),
     st.tuples(
-        # Half of all damage hits the words, where it hurts most.
+        # Half of all damage hits the atomics, where it does most harm.
         st.one_of(
             st.integers(0, 1 << 16),
             st.builds(
-                lambda word, byte: PAGE_BYTES + 64 * word + byte,
-                st.integers(0, max(Word)),
+                lambda atomic, byte: PAGE_BYTES + 64 * atomic + byte,
+                st.integers(0, max(Atomic)),
                 st.integers(0, 7),
             ),
         ),
@@ -104,7 +104,7 @@ def as_a_queue(pair, steps):
     harmed=st.lists(st.one_of(write, write, read, beat, damage), max_size=40),
     after=st.lists(st.one_of(write, read, cut), max_size=6),
 )
-def test_a_bounded_queue_of_which_no_damage_raises_or_makes_up_a_record(
+def test_no_damage_of_a_bounded_queue_raises_or_invents_a_record(
     capacity, steps, harmed, after
 ):
     whole = True

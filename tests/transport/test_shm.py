@@ -55,34 +55,34 @@ def test_gather_never_writes_outside_its_target(offset, parts):
 
 
 @pytest.mark.parametrize("offset", [-8, 4, 25, 32, 2**62])
-def test_words_outside_or_unaligned_are_refused(offset):
-    words = np.zeros(4, np.uint64)
+def test_atomics_outside_or_unaligned_are_refused(offset):
+    atomics = np.zeros(4, np.uint64)
     with pytest.raises(ValueError):
-        _shm.load(words, offset)
+        _shm.load(atomics, offset)
     with pytest.raises(ValueError):
-        _shm.store(words, offset, 1)
+        _shm.store(atomics, offset, 1)
     with pytest.raises(ValueError):
-        _shm.fetch_add(words, offset, 1)
+        _shm.fetch_add(atomics, offset, 1)
     with pytest.raises(ValueError):
-        _shm.compare_exchange(words, offset, 0, 1)
-    assert not words.any()
+        _shm.compare_exchange(atomics, offset, 0, 1)
+    assert not atomics.any()
 
 
-def test_words_hold_the_whole_range_of_u64():
-    words = np.zeros(4, np.uint64)
-    _shm.store(words, 8, 2**64 - 1)
-    assert _shm.load(words, 8) == 2**64 - 1
-    assert _shm.fetch_add(words, 8, 2) == 2**64 - 1
-    assert not _shm.compare_exchange(words, 8, 5, 9)
-    assert _shm.compare_exchange(words, 8, 1, 9)
-    assert words.tolist() == [0, 9, 0, 0]
+def test_atomics_hold_the_whole_range_of_u64():
+    atomics = np.zeros(4, np.uint64)
+    _shm.store(atomics, 8, 2**64 - 1)
+    assert _shm.load(atomics, 8) == 2**64 - 1
+    assert _shm.fetch_add(atomics, 8, 2) == 2**64 - 1
+    assert not _shm.compare_exchange(atomics, 8, 5, 9)
+    assert _shm.compare_exchange(atomics, 8, 1, 9)
+    assert atomics.tolist() == [0, 9, 0, 0]
     with pytest.raises(OverflowError):
-        _shm.store(words, 8, -1)
+        _shm.store(atomics, 8, -1)
     with pytest.raises((BufferError, TypeError)):
         _shm.store(bytes(16), 0, 1)  # read-only
 
 
-def test_a_segment_is_allocated_and_private_whatever_the_umask(segment):
+def test_a_segment_is_allocated_and_private_at_any_umask(segment):
     before = os.umask(0o777)
     try:
         made = Segment.create("test", MAGIC, 1, {}, 4096)
@@ -98,7 +98,7 @@ def test_a_segment_is_allocated_and_private_whatever_the_umask(segment):
     assert not [name for name in os.listdir(SHM_DIR) if role in name]
 
 
-def test_close_unlinks_once_and_other_ends_and_forked_children_do_not(segment):
+def test_close_unlinks_once_but_not_by_other_ends_or_forked_children(segment):
     other = Segment.attach(segment.name, MAGIC, 1)
     other.close()
     pid = os.fork()
@@ -112,24 +112,24 @@ def test_close_unlinks_once_and_other_ends_and_forked_children_do_not(segment):
     assert not os.path.exists(f"{SHM_DIR}/{segment.name}")
 
 
-def kept_from_cores(name):
-    """What the kernel knows of this process's mappings of a segment."""
-    found = []
+def excluded_from_cores(name):
+    """Return the kernel's dump flags of this process's mappings of a segment."""
+    flags = []
     mapped = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             mapped = line
         elif line.startswith("VmFlags:") and name in mapped:
-            found.append("dd" in line.split())
-    return found
+            flags.append("dd" in line.split())
+    return flags
 
 
 def test_shared_memory_is_left_out_of_cores_on_both_sides(segment):
-    """It holds what users wrote."""
+    """It holds users' text."""
     other = Segment.attach(segment.name, MAGIC, 1)
-    assert kept_from_cores(segment.name) == [True, True]
+    assert excluded_from_cores(segment.name) == [True, True]
     other.close()
-    assert kept_from_cores(segment.name) == [True]  # the other one is unmapped
+    assert excluded_from_cores(segment.name) == [True]  # the other one is unmapped
 
 
 @pytest.mark.slow
@@ -158,8 +158,10 @@ def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
         Segment.attach(segment.name, MAGIC, 1)
 
 
-def test_every_damaged_byte_of_the_header_is_noticed():
-    page = Header(MAGIC, 1, 8192, Holder.me(), {"a": 1}).encode().ljust(4096, b"\0")
+def test_every_damaged_byte_of_the_header_is_detected():
+    page = (
+        Header(MAGIC, 1, 8192, Holder.current(), {"a": 1}).encode().ljust(4096, b"\0")
+    )
     assert Header.decode(page) is not None
     for at in [*range(52), *range(256, 256 + 7)]:
         damaged = bytearray(page)
@@ -171,7 +173,7 @@ def test_every_damaged_byte_of_the_header_is_noticed():
 @pytest.mark.slow
 def test_a_dead_or_zombie_process_is_not_alive():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.me().namespace)
+    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.current().namespace)
     assert holder.alive() is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not reaped
@@ -181,9 +183,9 @@ def test_a_dead_or_zombie_process_is_not_alive():
     assert holder.alive() is False
 
 
-def test_a_reused_pid_and_another_namespace_are_told_apart():
-    me = Holder.me()
+def test_a_reused_pid_and_another_namespace_are_distinguished():
+    me = Holder.current()
     assert me.alive() is True
-    assert Holder.from_word(me.word, me.namespace) == me
+    assert Holder.from_u64(me.as_u64, me.namespace) == me
     assert Holder(me.pid, me.start + 1, me.namespace).alive() is False
     assert Holder(me.pid, me.start, me.namespace + 1).alive() is None

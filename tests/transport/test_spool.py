@@ -1,4 +1,4 @@
-"""Storage, words, drafts and models of a spool: on a disk and on an object store."""
+"""Storage, states, drafts and models of a spool: on a disk and an object store."""
 
 import os
 import stat
@@ -11,19 +11,19 @@ from tests.transport.spool_toys import ROWS, head_tensors
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.transport import TransportError, WeightsRefused, publication
 from vllm_tide.transport.identity import difference, identity_of
-from vllm_tide.transport.shm import said
+from vllm_tide.transport.shm import sanitize_for_log
 from vllm_tide.transport.spool import (
     DraftConflict,
     EngineFolder,
     EngineState,
-    Freshness,
+    HeartbeatMonitor,
     ReaderState,
     checked_name,
     instance_gone,
     this_instance,
 )
 from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_store import NotOurs, open_store
+from vllm_tide.transport.spool_store import ForeignFileError, open_store
 
 # The store
 
@@ -43,7 +43,7 @@ def test_a_file_is_written_replaced_listed_and_removed(store):
     store.remove("a/b/c")
     store.remove("a/b/c")
     assert store.sizes("a/b") == {"d": 0}
-    store.remove_folder("a/b")  # something is in it
+    store.remove_folder("a/b")  # it is not empty
     assert store.read("a/b/d") == b""
     store.remove("a/b/d")
     store.remove_folder("a/b")
@@ -85,16 +85,16 @@ def test_nothing_but_plain_files_is_read_listed_or_removed(tmp_path):
     assert store.sizes("d") == {"f": 1}
     assert store.folders("d") == [] and store.sizes("d/f") == {}
     for name in ("d/link", "d/pipe"):
-        with pytest.raises(NotOurs, match="left"):
+        with pytest.raises(ForeignFileError, match="not removed"):
             store.remove(name)
-    store.write("d/link", b"3")  # takes the link's place
-    store._ours = {os.geteuid() + 1}
-    with pytest.raises(NotOurs, match="another user's"):
+    store.write("d/link", b"3")  # replaces the link
+    store._owner_uids = {os.geteuid() + 1}
+    with pytest.raises(ForeignFileError, match="another user's"):
         store.remove("d/f")
     assert store.read("d/link") == b"3" and store.read("d/f") == b"1"
 
 
-def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
+def test_an_unusable_store_is_refused_in_one_line(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "file").write_text("")
@@ -109,10 +109,10 @@ def test_a_store_that_cannot_be_used_is_refused_in_a_sentence(tmp_path):
     assert "secret" not in open_store("memory://user:secret@place/x").url
 
 
-# Words
+# States
 
 
-def test_words_come_back_and_half_written_ones_are_nothing(store):
+def test_states_are_read_back_and_half_written_ones_are_none(store):
     folder = EngineFolder(store, "e1")
     assert folder.read_state() is None
     assert folder.read_engine() is None
@@ -134,41 +134,41 @@ def test_words_come_back_and_half_written_ones_are_nothing(store):
             EngineFolder(store, name)
 
 
-def test_what_another_process_wrote_is_escaped_and_clipped(store):
+def test_text_of_another_process_is_escaped_and_clipped(store):
     folder = EngineFolder(store, "e1")
     evil = "\x1b[31mroot\n2026 ERROR forged " + "x" * 100_000
     folder.write_json("state.json", {"refused_reason": evil}, durable=True)
     folder.write_json("readers/t.json", {"instance": evil}, durable=True)
-    told = [folder.read_state().refused_reason, folder.read_reader("t").instance]
+    texts = [folder.read_state().refused_reason, folder.read_reader("t").instance]
     folder.write_json("engine.json", {"format": evil}, durable=True)
     with pytest.raises(TransportError) as caught:
         folder.read_engine()
-    told.append(str(caught.value))
+    texts.append(str(caught.value))
     with pytest.raises(TransportError) as caught:
         checked_name(evil, "target")
-    told.append(str(caught.value))
-    for text in told:
+    texts.append(str(caught.value))
+    for text in texts:
         assert "forged" in text
         assert text.isprintable()
         assert len(text) < 500
-    assert said("plain reason: é") == "plain reason: \\xe9"
+    assert sanitize_for_log("plain reason: é") == "plain reason: \\xe9"
 
 
-def test_freshness_is_told_by_change_not_by_clocks():
-    word = Freshness(timeout_s=60.0)
-    word.look(5.0)
-    assert word.fresh
-    assert not word.moved
-    word._timeout_s = 0.0
-    word.look(5.0)
-    assert not word.fresh
-    word._timeout_s = 60.0
-    word.look(4.0)  # a clock may even go back
-    assert word.fresh
-    assert word.moved
+def test_freshness_follows_change_and_not_clocks():
+    monitor = HeartbeatMonitor(timeout_s=60.0)
+    monitor.observe(5.0)
+    assert monitor.fresh
+    assert not monitor.changed
+    monitor._timeout_s = 0.0
+    monitor.observe(5.0)
+    assert not monitor.fresh
+    monitor._timeout_s = 60.0
+    monitor.observe(4.0)  # a clock may even go back
+    assert monitor.fresh
+    assert monitor.changed
 
 
-def test_a_process_of_this_host_that_is_dead_is_known_to_be():
+def test_a_dead_process_of_this_host_is_recognized():
     assert not instance_gone(this_instance())
     boot, namespace, pid, _ = this_instance().split(":")
     assert instance_gone(f"{boot}:{namespace}:{pid}:1")
@@ -179,7 +179,7 @@ def test_a_process_of_this_host_that_is_dead_is_known_to_be():
 # Drafts
 
 
-def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
+def test_a_draft_is_read_back_to_the_bit_and_the_last_few_are_stored(store):
     folder = EngineFolder(store, "e1")
     assert folder.latest_draft() == 0
     foreign = ["x.safetensors", "y.safetensors", "z.safetensors"]
@@ -197,7 +197,7 @@ def test_a_draft_comes_back_to_the_bit_and_the_last_few_are_kept(store):
     assert sorted(store.sizes(folder.path("heads"))) == sorted(
         ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
     )
-    folder.write_draft(blob)  # again, where the storage said that it had failed
+    folder.write_draft(blob)  # again, after a write that the storage reported as failed
     other = publication.encode(head_tensors(9), 5, 1, {})
     with pytest.raises(DraftConflict, match="not newer"):
         folder.write_draft(other)
@@ -227,8 +227,8 @@ def test_a_damaged_draft_is_refused(store, harm):
     assert caught.value.reason == reason
 
 
-def test_a_draft_that_another_version_stored_is_refused_in_a_sentence(store):
-    """Before, a manifest of each draft held its digests; its number still counts."""
+def test_a_draft_stored_by_another_version_is_refused_in_one_line(store):
+    """An earlier format had one manifest per draft; its version still counts."""
     folder = EngineFolder(store, "e1")
     folder.write_json("heads/latest.json", {"version": 7}, durable=True)
     with pytest.raises(WeightsRefused, match="run the same vllm_tide on both sides"):
@@ -241,7 +241,7 @@ def test_a_draft_that_another_version_stored_is_refused_in_a_sentence(store):
 # Identity and models
 
 
-def test_engines_with_the_same_models_fit_and_others_do_not(engines):
+def test_engines_with_the_same_models_match_and_others_do_not(engines):
     first = engines("a", seed=0)
     assert difference("b", engines("b", seed=0).identity, "a", first.identity) == ""
     other = engines("c", seed=1)
@@ -258,7 +258,7 @@ def test_engines_with_the_same_models_fit_and_others_do_not(engines):
         assert says in difference("d", identity_of(changed), "a", first.identity)
 
 
-def test_a_trainer_elsewhere_gets_the_rows_and_the_draft(store, engines, tmp_path):
+def test_a_remote_trainer_gets_the_rows_and_the_draft(store, engines, tmp_path):
     engine = engines("a")
     relay = engine.relay(store)
     relay.close()
@@ -295,9 +295,7 @@ def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
 
 
 @pytest.mark.parametrize("left", [b"", b"\x00" * 200, None])
-def test_what_a_crash_left_of_a_model_here_is_fetched_anew(
-    store, engines, tmp_path, left
-):
+def test_a_model_left_by_a_crash_is_fetched_again(store, engines, tmp_path, left):
     engine = engines("a")
     engine.relay(store).close()
     folder, entry = engine.folder(store), engine.folder(store).read_engine()

@@ -1,4 +1,4 @@
-"""What lies in a spool may be anybody's: sizes, names, numbers and times."""
+"""Untrusted content of a spool: sizes, names, numbers and times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import serialize
 
-from tests.transport.feed_toys import look
+from tests.transport.feed_toys import scan
 from tests.transport.samples import body_of, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
@@ -31,7 +31,7 @@ from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import ShardBuilder, ShardDamaged, read_shard
-from vllm_tide.transport.spool_store import NotOurs, open_store
+from vllm_tide.transport.spool_store import ForeignFileError, open_store
 from vllm_tide.transport.spool_writer import SpoolWriter, purge_records
 
 SPEC = make_spec()
@@ -73,23 +73,23 @@ def _builder(body):
     return builder
 
 
-def test_a_sparse_shard_is_passed_over_and_removed_before_any_other(disk, tmp_path):
+def test_a_sparse_shard_is_skipped_and_removed_before_any_other(disk, tmp_path):
     write_shards(disk, [[1], [2]])
     manifest = json.loads(disk.read(AT + "000000000001.json"))
     with (tmp_path / "spool" / AT / manifest["file"]).open("r+b") as file:
         file.truncate(1 << 40)
     text = json.dumps({**manifest, "bytes": 1 << 40})
     disk.write(AT + "000000000001.json", text.encode())
-    found, reader = read_all(disk, last=2)
-    assert found == {2: [2]}
+    records, reader = read_all(disk, last=2)
+    assert records == {2: [2]}
     assert reader.skipped["damaged"] == 1
     writer = SpoolWriter(EngineFolder(disk, "e1"), CONFIG)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert list(disk.sizes(AT)) and read_all(disk, last=2)[0] == {2: [2]}
     assert manifest["file"] not in disk.sizes(AT)
 
 
-def test_all_that_a_relay_holds_at_its_end_goes_into_shards_of_the_usual_size(
+def test_a_relays_last_records_go_into_shards_of_the_usual_size(
     disk, engine, monkeypatch
 ):
     monkeypatch.setattr("vllm_tide.transport.spool_writer.SHARD_SECONDS", 1e9)
@@ -98,20 +98,20 @@ def test_all_that_a_relay_holds_at_its_end_goes_into_shards_of_the_usual_size(
     engine.serve(range(50))
     relay.stop()
     relay.run()
-    found, _ = read_all(disk, "e1")
-    assert [seed for seeds in found.values() for seed in seeds] == list(range(50))
-    assert len(found) > 3
+    records, _ = read_all(disk, "e1")
+    assert [seed for seeds in records.values() for seed in seeds] == list(range(50))
+    assert len(records) > 3
 
 
 def sparse_draft(disk, root, version=2):
-    """A draft of 1 TiB that takes no room."""
+    """Return a draft of 1 TiB that takes no space."""
     folder = EngineFolder(disk, "e1")
     folder.write_draft(publication.encode(head_tensors(1), version, 0, {}))
     path = root / "spool" / folder.path("heads", f"{version:012d}.safetensors")
     with path.open("r+b") as file:
         file.truncate(1 << 40)
-    told = folder.read_json("heads/latest.json") | {"bytes": 1 << 40}
-    folder.write_json("heads/latest.json", told, durable=True)
+    manifest = folder.read_json("heads/latest.json") | {"bytes": 1 << 40}
+    folder.write_json("heads/latest.json", manifest, durable=True)
 
 
 def test_a_sparse_draft_is_refused_by_relay_and_trainer(disk, engine, tmp_path):
@@ -125,7 +125,7 @@ def test_a_sparse_draft_is_refused_by_relay_and_trainer(disk, engine, tmp_path):
     feed.close()
 
 
-def test_a_model_larger_than_memory_is_a_sentence(disk, engine, tmp_path):
+def test_a_model_larger_than_memory_is_refused_in_one_line(disk, engine, tmp_path):
     engine.relay(disk).close()
     folder, cache = engine.folder(disk), tmp_path / "cache"
     disk.read = failing(disk, "read", "model.safetensors", MemoryError())
@@ -134,7 +134,7 @@ def test_a_model_larger_than_memory_is_a_sentence(disk, engine, tmp_path):
     assert [p for p in cache.glob("*") if p.is_dir()] == []
 
 
-def test_no_record_is_larger_than_a_shard_has_room_for():
+def test_no_record_is_larger_than_a_shard():
     spec = make_spec(hidden_size=8192)
 
     def most(ring_bytes):
@@ -148,7 +148,7 @@ def test_no_record_is_larger_than_a_shard_has_room_for():
 # Numbers
 
 
-def test_a_version_that_leaps_is_no_draft_and_the_trainer_goes_on(disk, engine):
+def test_a_draft_with_a_skipped_version_is_refused(disk, engine):
     relay, folder = engine.relay(disk), engine.folder(disk)
     feed = SpoolFeed(disk, "e1", threaded=False)
     feed.publish(head_tensors(1), version=1, parent_version=0, meta={})
@@ -170,13 +170,13 @@ def test_a_version_that_leaps_is_no_draft_and_the_trainer_goes_on(disk, engine):
     feed.close()
     again = SpoolFeed(disk, "e1", threaded=False)
     assert again.latest_version == 2
-    with pytest.raises(TransportError, match="past the last"):
+    with pytest.raises(TransportError, match="exceeds the maximum"):
         again.publish(head_tensors(3), version=2**63, parent_version=2, meta={})
     again.close()
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_a_time_that_is_no_number_is_no_word(disk, number):
+def test_an_invalid_time_makes_a_state_invalid(disk, number):
     folder = EngineFolder(disk, "e1")
     text = json.dumps(asdict(EngineState(unix=1.5))).replace("1.5", number)
     disk.write(folder.path("state.json"), text.encode())
@@ -186,11 +186,11 @@ def test_a_time_that_is_no_number_is_no_word(disk, number):
     assert folder.read_readers() == {}
 
 
-def test_an_engine_without_models_is_nobodys_reference(disk, engine, tmp_path):
+def test_an_engine_without_models_is_not_the_reference(disk, engine, tmp_path):
     engine.relay(disk)
     settle(engine.relays[0])
     entry = engine.folder(disk).read_engine()
-    ghost = EngineFolder(disk, "zz")  # the last name is looked at first
+    ghost = EngineFolder(disk, "zz")  # the last name is scanned first
     away = replace(entry.manifest, engine_id="zz", target_path="/nowhere")
     identity = {"target": "other", "draft": "other", "rows": "0" * 64}
     ghost.write_engine(replace(entry, manifest=away, identity=identity))
@@ -198,7 +198,7 @@ def test_an_engine_without_models_is_nobodys_reference(disk, engine, tmp_path):
     source = SpoolSource(disk.url, cache=tmp_path / "cache", threaded=False)
     feeds = Feeds([source])
     feeds.poll()
-    look(feeds)
+    scan(feeds)
     assert feeds.ids == ["e1"]
     assert "zz" in feeds.refused
     assert feeds.reference.id == "e1"
@@ -223,7 +223,7 @@ def test_rows_of_a_target_are_those_of_the_list_that_the_engine_named(
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-def test_what_no_storage_raises_is_said_and_ends_the_feed(disk, engine, threaded):
+def test_an_unexpected_exception_is_logged_and_ends_the_feed(disk, engine, threaded):
     engine.relay(disk)
     settle(engine.relays[0])
     feed = SpoolFeed(disk, "e1", threaded=threaded)
@@ -240,7 +240,7 @@ def test_what_no_storage_raises_is_said_and_ends_the_feed(disk, engine, threaded
     feed.close()
 
 
-def test_a_scan_that_fails_is_said_and_made_again(disk, engine, monkeypatch, caplog):
+def test_a_failing_scan_is_logged_and_repeated(disk, engine, monkeypatch, caplog):
     engine.relay(disk)
     settle(engine.relays[0])
     monkeypatch.setattr("vllm_tide.transport.feed_spool.SCAN_S", 0.01)
@@ -256,7 +256,7 @@ def test_a_scan_that_fails_is_said_and_made_again(disk, engine, monkeypatch, cap
         odd.setattr(source, "_lives", fails)
         _until(lambda: len(failed) > 1)
     assert "too deep" in caplog.text
-    source._found = {}
+    source._identities = {}
     _until(lambda: source.find() == ["e1"])
     with monkeypatch.context() as odd:
         odd.setattr(source, "_attach", fails)
@@ -265,7 +265,7 @@ def test_a_scan_that_fails_is_said_and_made_again(disk, engine, monkeypatch, cap
     source.close()
 
 
-def test_a_relay_outlives_what_no_storage_raises(disk, engine, caplog):
+def test_a_relay_outlives_an_unexpected_exception(disk, engine, caplog):
     relay = engine.relay(disk)
 
     def fails(*_):
@@ -296,7 +296,7 @@ def test_a_foreign_file_stops_no_purge_and_is_named_at_the_end(disk, tmp_path):
     first = tmp_path / "spool" / AT / "000000000001.json"
     first.unlink()
     first.symlink_to(tmp_path / "mine")
-    with pytest.raises(NotOurs, match=r"of 3 shards.*000000000001\.json"):
+    with pytest.raises(ForeignFileError, match=r"of 3 shards.*000000000001\.json"):
         purge_records(disk, before_unix=time.time() + 10)
     assert list(disk.sizes(AT)) == []
     assert (tmp_path / "mine").exists()
@@ -305,7 +305,7 @@ def test_a_foreign_file_stops_no_purge_and_is_named_at_the_end(disk, tmp_path):
 
 
 @pytest.mark.parametrize("tenants", [5, None, "7", {"7": 1}])
-def test_a_shard_that_names_its_tenants_oddly_is_purged(disk, tenants):
+def test_a_shard_with_malformed_tenant_names_is_purged(disk, tenants):
     writer_of(disk, [1]).flush()
     manifest = json.loads(disk.read(AT + "000000000001.json"))
     text = json.dumps({**manifest, "tenants": tenants})
@@ -319,7 +319,7 @@ def test_a_shard_that_names_its_tenants_oddly_is_purged(disk, tenants):
 SECRET = "memory://me:pa%2Fss@word@host/spool?sig=abc"
 
 
-def test_a_spools_credentials_stay_out_of_the_spool_and_of_sentences(disk, engines):
+def test_credentials_stay_out_of_the_spool_and_of_messages(disk, engines):
     engine = engines(tide={"spool": {"url": SECRET}, "preset": "full"})
     engine.relay(disk).close()
     entry = engine.folder(disk).read_engine()

@@ -43,7 +43,7 @@ SPEC = make_spec()
 
 
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_records_come_back_to_the_bit(store, teacher):
+def test_records_are_read_back_to_the_bit(store, teacher):
     spec = make_spec(teacher)
     records = [
         make_record(spec, 1),
@@ -59,7 +59,7 @@ def test_records_come_back_to_the_bit(store, teacher):
     assert reader.fetch(EngineState(last_shard=1)) is None
 
 
-def test_a_shard_is_a_safetensors_file_which_its_records_do_not_keep_in_memory():
+def test_records_of_a_shard_do_not_keep_its_file_in_memory():
     builder = ShardBuilder()
     for seed in range(50):
         builder.add(body_of(make_record(SPEC, seed)))
@@ -75,8 +75,8 @@ def test_a_shard_is_a_safetensors_file_which_its_records_do_not_keep_in_memory()
     base = records[0].features
     while getattr(base, "base", None) is not None:
         base = base.base
-    held = base.nbytes if isinstance(base, (np.ndarray, memoryview)) else len(base)
-    assert held < builder.num_bytes / 10
+    num_bytes = base.nbytes if isinstance(base, (np.ndarray, memoryview)) else len(base)
+    assert num_bytes < builder.num_bytes / 10
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "longer", "format", "crc-of-other"])
@@ -99,7 +99,7 @@ def test_a_damaged_shard_is_never_read(harm):
         read_shard(manifest, bytes(body), SPEC)
 
 
-def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
+def test_damaged_and_removed_shards_are_skipped_and_counted(store):
     write_shards(store, [[n] for n in range(1, 11)])
     names = files_of(store)
     bodies = [n for n in names if n.endswith(".safetensors")]
@@ -109,20 +109,20 @@ def test_damaged_and_removed_shards_are_passed_over_and_counted(store):
     store.remove(at + bodies[5])  # 6: no body
     for number in (8, 9):
         store.remove(at + f"{number:012d}.json")
-    found, reader = read_all(store, last=10)
-    assert found == {n: [n] for n in (1, 3, 5, 7, 10)}
+    records, reader = read_all(store, last=10)
+    assert records == {n: [n] for n in (1, 3, 5, 7, 10)}
     assert reader.skipped["damaged"] == 1
     assert reader.skipped["removed"] == 4
 
 
-def test_a_manifest_cannot_name_a_file_elsewhere(store):
+def test_a_manifest_cannot_name_a_file_outside_its_folder(store):
     write_shards(store, [[1]])
     at = "engines/e1/records/000000000001.json"
     text = store.read(at).decode()
     for name in ("../../x.safetensors", "000000000002-1.safetensors"):
         store.write(at, text.replace("000000000001-", name + "#").encode())
-        found, _ = read_all(store, last=1)
-        assert found == {}
+        records, _ = read_all(store, last=1)
+        assert records == {}
 
 
 # Writing
@@ -144,22 +144,20 @@ def test_a_shard_is_closed_by_size_and_by_age(store, monkeypatch):
     assert writer.due()
 
 
-def test_a_restarted_writer_goes_on_and_never_reuses_a_number(store):
+def test_a_restarted_writer_continues_and_never_reuses_a_number(store):
     write_shards(store, [[1], [2]])
     # It died between body and manifest of shard 3.
     store.write("engines/e1/records/000000000003-5.safetensors", b"half")
     writer = write_shards(store, [[4]])
     assert (writer.first, writer.last) == (1, 4)
-    found, reader = read_all(store, last=4)
-    assert found == {1: [1], 2: [2], 4: [4]}
+    records, reader = read_all(store, last=4)
+    assert records == {1: [1], 2: [2], 4: [4]}
     assert reader.skipped["removed"] == 1
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(
-    store, monkeypatch, after
-):
-    """Also one of which the storage says that it failed, and it has not."""
+def test_a_failed_shard_is_stored_and_retried(store, monkeypatch, after):
+    """Also one that the storage reports as failed although it was written."""
     writer = writer_of(store, [1])
     monkeypatch.setattr(store, "write", failing(store, "write", ".json", after=after))
     for _ in range(3):
@@ -167,14 +165,14 @@ def test_a_shard_that_cannot_be_written_is_kept_and_tried_again(
             writer.flush()
         assert writer.blocked
         assert writer.due()
-    assert seeds_in(store) == ({1: [1]} if after else {})  # the body alone is nothing
+    assert seeds_in(store) == ({1: [1]} if after else {})  # no manifest: no shard
     monkeypatch.undo()
     assert writer.flush() == 1
     assert not writer.blocked
     assert seeds_in(store) == {1: [1]}
 
 
-def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
+def test_an_unreadable_record_is_counted_and_the_others_are_read(store):
     writer = writer_of(store)
     malformed = body_of(make_record(SPEC, 1))
     malformed[71] += 1  # its format
@@ -182,15 +180,15 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_rest_comes(store):
     writer.add(body_of(make_record(make_spec(hidden_size=16), 1)))
     writer.add(body_of(make_record(SPEC, 2)))
     writer.flush()
-    found, reader = read_all(store, last=1)
-    assert found == {1: [2]}
+    records, reader = read_all(store, last=1)
+    assert records == {1: [2]}
     assert reader.skipped["unfit"] == 2
 
 
 def silence(writer):
-    """To the writer's eyes nobody has said anything for long."""
-    for word in writer._bounds._words.values():
-        word._timeout_s = 0.0
+    """Make every heartbeat look old to the writer."""
+    for heartbeat in writer._bounds._heartbeats.values():
+        heartbeat._timeout_s = 0.0
 
 
 def at_time(monkeypatch, unix):
@@ -205,7 +203,7 @@ def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
     bounds = {"max_gib": 4.5 * size / (1 << 30), "max_age_s": 1e10}
     config = CONFIG.model_copy(update=bounds)
     writer = write_shards(store, [[3], [4], [5]], "b", config)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert [n for n in files_of(store, "a") if n.endswith(".json")] == [
         "000000000002.json"
     ]
@@ -213,40 +211,38 @@ def test_size_is_bounded_over_all_engines_oldest_first(store, monkeypatch):
     assert writer.first == 1
     writer.add(body_of(make_record(SPEC, 6)))
     writer.flush()
-    writer.keep_bounds()
+    writer.enforce_bounds()
     writer.add(body_of(make_record(SPEC, 7)))
     writer.flush()
-    writer.keep_bounds()
+    writer.enforce_bounds()
     assert files_of(store, "a") == []
     assert 0 < record_bytes(store, "b") <= config.max_gib * (1 << 30)
 
 
-def test_what_is_too_old_is_removed(store, monkeypatch):
+def test_old_shards_are_removed(store, monkeypatch):
     store.write("engines/gone/records/000000000001-5.safetensors", b"x")
     EngineFolder(store, "gone").write_state(EngineState(unix=5.0))
     EngineFolder(store, "quiet").write_state(EngineState(unix=time.time()))
     writer = write_shards(store, [[1]])
-    writer.keep_bounds(now=True)
-    assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may live
+    writer.enforce_bounds(now=True)
+    assert engine_ids(store) == ["e1", "gone", "quiet"]  # it may be live
     silence(writer)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert writer.first == 1
     assert read_all(store, last=1)[0] == {1: [1]}
     assert engine_ids(store) == ["e1", "quiet"]
     monkeypatch.setattr(time, "time", lambda: 9e9)  # a step of the clock
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert engine_ids(store) == ["e1", "quiet"]
     assert len(files_of(store)) == 2
     at_time(monkeypatch, steady_unix() + CONFIG.max_age_s + 2)
     writer = SpoolWriter(EngineFolder(store, "e1"), CONFIG)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert files_of(store) == []
     assert (writer.first, writer.last) == (2, 1)
 
 
-def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
-    store, monkeypatch
-):
+def test_a_host_with_a_fast_clock_removes_nothing_of_a_live_engine(store, monkeypatch):
     write_shards(store, [[1], [2]], "near")
     near = EngineFolder(store, "near")
     near.write_json("engine.json", {}, durable=False)
@@ -256,17 +252,17 @@ def test_a_host_whose_clock_is_ahead_removes_nothing_of_a_live_engine(
     at_time(monkeypatch, now + 2 * CONFIG.max_age_s)
     ahead = write_shards(store, [[3]], "ahead")
     for beat in range(3):
-        ahead.keep_bounds(now=True)
+        ahead.enforce_bounds(now=True)
         near.write_state(EngineState(unix=now + beat + 1))
     assert files_of(store, "near") == files
     assert near.read_json("engine.json") == {}
     near.write_state(EngineState(unix=now + 2 * CONFIG.max_age_s))  # its own clock
-    ahead.keep_bounds(now=True)
+    ahead.enforce_bounds(now=True)
     assert files_of(store, "near") == []
     assert len(files_of(store, "ahead")) == 2
 
 
-def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
+def test_only_files_that_the_package_names_are_removed_of_a_dead_engine(tmp_path):
     store = open_store(str(tmp_path / "spool"))
     keep = tmp_path / "important"
     (keep / "deep").mkdir(parents=True)
@@ -286,9 +282,9 @@ def test_only_what_the_package_names_is_removed_of_a_dead_engine(tmp_path):
     store.write("engines/piped/x", b"")
     os.mkfifo(tmp_path / "spool/engines/piped/state.json")
     writer = write_shards(store, [[1]])
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     silence(writer)
-    writer.keep_bounds(now=True)
+    writer.enforce_bounds(now=True)
     assert sorted(p.name for p in keep.rglob("*")) == [
         "000000000001-5.safetensors", "deep", "key.pem", "thesis.tex",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A step's records, all at once: to the bit those that each request would have had."""
+"""The records of a step, written at once, equal those of its requests to the bit."""
 
 from __future__ import annotations
 
@@ -86,22 +86,20 @@ def written(ring_pair, spec, frames):
     writer.write(frames)
     writer.count(frames)
     assert not frames.status.any() and not writer.drops
-    found = []
+    records = []
     while (record := reader.read()) is not None:
-        found.append(record)
+        records.append(record)
     assert reader.stats().corrupt_records == 0
     stats = writer.stats()
-    rows = sum(record.num_rows for record in found)
-    assert (stats.written_records, stats.written_rows) == (len(found), rows)
-    return found
+    rows = sum(record.num_rows for record in records)
+    assert (stats.written_records, stats.written_rows) == (len(records), rows)
+    return records
 
 
 @pytest.mark.parametrize("light", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
-def test_the_records_of_a_step_are_those_of_its_requests(
-    ring_pair, teacher, dtype, light
-):
+def test_records_of_a_step_are_those_of_its_requests(ring_pair, teacher, dtype, light):
     spec, topk = spec_of(teacher, dtype), TOPK * (teacher == "topk")
     pieces = 0
     for seed in range(40):
@@ -109,13 +107,13 @@ def test_the_records_of_a_step_are_those_of_its_requests(
         max_rows = (7, 1000)[seed % 2]
         want = expected(requests, step, FEATURE_DTYPES[dtype], max_rows)
         frames, of = lay_out(requests, step, spec, topk, max_rows)
-        found = written(ring_pair, spec, frames)
-        assert [identity(record) for record in found] == [
+        records = written(ring_pair, spec, frames)
+        assert [identity(record) for record in records] == [
             identity(record) for record in want
         ]
         keys = [requests.tickets[i].key for i in of]
         assert keys == [record.key for record in want]
-        # What follows a piece that was not written would follow a hole.
+        # A piece behind one that was not written would follow a gap.
         assert frames.follows.tolist() == [
             i > 0 and of[i] == of[i - 1] for i in range(len(of))
         ]
@@ -127,9 +125,9 @@ def test_the_records_of_a_step_are_those_of_its_requests(
 def test_an_end_record_has_no_rows_and_the_rings_widths(ring_pair, teacher):
     spec, topk = spec_of(teacher), TOPK * (teacher == "topk")
     tickets = [Ticket(5, None, tenant=9, sampled=True), Ticket(2**64 - 1, "paused")]
-    found = written(ring_pair, spec, end_records(tickets, 3, spec, topk))
+    records = written(ring_pair, spec, end_records(tickets, 3, spec, topk))
     like = make_record(spec, 0, num_rows=0)
-    for record, ticket in zip(found, tickets, strict=True):
+    for record, ticket in zip(records, tickets, strict=True):
         want = replace(
             like, key=ticket.key, tenant=ticket.tenant, phase=Phase.VERIFY, start=0,
             num_prompt_tokens=0, num_accepted=0, next_token=-1, draft_version=3,

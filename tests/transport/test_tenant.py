@@ -1,4 +1,4 @@
-"""Ids of tenants, their key, and what of a request counts as a name."""
+"""Ids of tenants, their key, and valid names in requests."""
 
 import os
 import stat
@@ -8,30 +8,36 @@ import pytest
 
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, key_id, tenant_id, tenant_key
+from vllm_tide.transport.tenant import (
+    KEY_BYTES,
+    NO_TENANT,
+    key_id,
+    tenant_id,
+    tenant_key,
+)
 
 KEY = bytes(range(KEY_BYTES))
 
 
-def test_an_id_follows_from_the_name_and_the_key_alone():
+def test_an_id_depends_on_the_name_and_the_key_alone():
     names = [f"tenant {i}" for i in range(2000)] + ["", "é", "\ud800", "x" * 10**5]
     ids = {tenant_id(name, KEY) for name in names}
     assert len(ids) == len(names)
-    assert all(NOBODY < i < 2**64 for i in ids)
+    assert all(NO_TENANT < i < 2**64 for i in ids)
     assert ids == {tenant_id(name, KEY) for name in names}
     assert not ids & {tenant_id(name, KEY[::-1]) for name in names}
 
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
-    """Where the key lies."""
+    """Return the path of the key."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "vllm_tide"
 
 
-def test_the_key_is_made_once_and_kept_private(tmp_path, state):
+def test_the_key_is_made_once_and_is_private(tmp_path, state):
     run_dir = tmp_path / "run"
-    with pytest.raises(TransportError, match="no engine has named tenants.*--run-dir"):
+    with pytest.raises(TransportError, match="no tenant key.*--run-dir"):
         tenant_key(run_dir, create=False)
     assert not run_dir.exists() and not state.exists()
     key = tenant_key(run_dir)
@@ -52,22 +58,22 @@ def test_a_key_of_earlier_versions_is_moved(tmp_path, state):
     old.write_text("07" * KEY_BYTES)
     assert tenant_key(tmp_path, create=False) == b"\x07" * KEY_BYTES
     assert not old.exists()
-    old.write_text("08" * KEY_BYTES)  # another: the one that is used stays
+    old.write_text("08" * KEY_BYTES)  # another: the one in use stays
     assert tenant_key(tmp_path) == b"\x07" * KEY_BYTES
     assert old.exists()
 
 
-def test_without_a_home_the_key_lies_in_the_run_directory(tmp_path, state, caplog):
+def test_without_a_home_the_key_is_in_the_run_directory(tmp_path, state, caplog):
     state.parent.write_text("no directory")
     key = tenant_key(tmp_path / "run")
     assert tenant_key(tmp_path / "run", create=False) == key
     assert (tmp_path / "run" / "tenants.key").exists()
-    assert "may not outlive a reboot: set tide.train.state_dir" in caplog.text
+    assert "may not survive a reboot: set tide.train.state_dir" in caplog.text
     assert tenant_key(tmp_path / "run", str(state)) == key
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root may become another user")
-def test_a_home_that_cannot_be_searched_is_none(tmp_path, state):
+def test_an_unsearchable_home_counts_as_none(tmp_path, state):
     """A container with another user's HOME (/root)."""
     tmp_path.chmod(0o711)
     state.parent.mkdir(mode=0o700)
@@ -112,16 +118,16 @@ def admit(name):
     return CapturePolicy(1.0, tenant_key=KEY).admit(extra, supported=True)
 
 
-def test_a_named_tenant_is_carried_and_what_is_no_name_is_not_captured():
+def test_a_named_tenant_is_recorded_and_an_invalid_name_is_not_captured():
     for name in ("acme", "0", 7, -1, "\ud800", "x" * 256):
         ticket = admit(name)
         assert (ticket.refusal, ticket.tenant) == (None, tenant_id(str(name), KEY))
-    assert (admit(None).refusal, admit(None).tenant) == (None, NOBODY)
+    assert (admit(None).refusal, admit(None).tenant) == (None, NO_TENANT)
     odd = ("", True, False, 1.5, [], ["acme"], {}, 2**64, 10**5000, "x" * 257)
     for name in odd:
         ticket = admit(name)
-        assert (ticket.refusal, ticket.tenant) == ("malformed_tenant", NOBODY)
-    # Without a shared key nobody can look a name up.
+        assert (ticket.refusal, ticket.tenant) == ("malformed_tenant", NO_TENANT)
+    # A name cannot be looked up without a shared key.
     first, second = (CapturePolicy(1.0).admit({"tide_tenant": "a"}, True) for _ in "12")
     assert first.tenant != second.tenant
 
@@ -130,7 +136,7 @@ def test_a_named_tenant_is_carried_and_what_is_no_name_is_not_captured():
     "key", ["tide_captur", "tide_", "Tide_Capture", "tide-capture"]
 )
 @pytest.mark.parametrize("consent", ["opt_out", "opt_in"])
-def test_a_misspelt_argument_means_no_capture(key, consent):
+def test_a_misspelt_argument_disables_capture(key, consent):
     policy = CapturePolicy(1.0, consent=consent, tenant_key=KEY)
     extra = {"tide_capture": True, key: False}
     assert policy.admit(extra, supported=True).refusal == "unknown_key"

@@ -1,4 +1,4 @@
-"""Two engines and their relays, real processes that share nothing but a directory."""
+"""Two engines and their relays, real processes that share only a directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ while time.monotonic() < deadline:
 
 
 def _isolated(command):
-    """The command with a /dev/shm of its own, where this system lets us."""
+    """Return the command with a private /dev/shm, where this system permits it."""
     unshare = shutil.which("unshare")
     mount = 'mount -t tmpfs none /dev/shm && exec "$@"'
     if unshare is not None:
@@ -66,7 +66,7 @@ def _isolated(command):
 
 
 def _segments(children) -> set[str]:
-    """Names of the shared memory that the processes have mapped."""
+    """Return names of the shared memory that the processes have mapped."""
     maps = (Path(f"/proc/{child.pid}/maps").read_text() for child in children)
     return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
 
@@ -76,7 +76,7 @@ def _names() -> set[str]:
 
 
 @pytest.mark.slow
-def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
+def test_two_process_trees_share_nothing_but_storage(tmp_path):
     spool = str(tmp_path / "spool")
     children = []
     try:
@@ -100,12 +100,12 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             feeds.heartbeat()
-            installed = {told.installed for told in feeds.versions().values()}
+            installed = {feedback.installed for feedback in feeds.versions().values()}
             if installed == {version}:
                 break
             time.sleep(0.05)
         assert installed == {version}
-        # One engine dies outright: its relay says so, and the other goes on.
+        # One engine dies: its relay reports it, and the other continues.
         children[0].send_signal(signal.SIGKILL)
         left = {}
         deadline = time.monotonic() + 30
@@ -114,7 +114,7 @@ def test_two_trees_of_processes_share_nothing_but_storage(tmp_path):
             feeds.read()
             left |= feeds.poll().left
             time.sleep(0.05)
-        assert left == {"left": "its engine is gone"}
+        assert left == {"left": "its process has exited"}
         assert feeds.ids == ["right"]
         assert publish(feeds, 4) == version + 1
         feeds.close()

@@ -15,7 +15,7 @@ from vllm_tide.transport import (
     publication,
 )
 from vllm_tide.transport.publication import DraftBlob
-from vllm_tide.transport.shm import DATA_AT, SHM_DIR, WORDS_AT
+from vllm_tide.transport.shm import ATOMICS_AT, DATA_AT, SHM_DIR
 from vllm_tide.transport.weights import BLOB_AT
 
 META = {"steps": 12, "holdout": [1.5, 2.0], "note": "x"}
@@ -54,7 +54,7 @@ def refused(segment):
     return caught.value.reason
 
 
-def test_a_publication_comes_back_to_the_bit(weights_pair):
+def test_a_publication_is_read_back_to_the_bit(weights_pair):
     segment, writer = weights_pair()
     assert segment.latest_version() == 0
     assert refused(segment) == "empty"
@@ -67,7 +67,7 @@ def test_a_publication_comes_back_to_the_bit(weights_pair):
     other = WeightsSegment.attach(segment.name)
     for version in range(4, 8):  # in both slots
         want = publish(writer, version)
-        for reader in (segment, other, segment):  # reading takes nothing away
+        for reader in (segment, other, segment):  # reading removes nothing
             assert delivered(reader.read().tensors) == want
     other.close()
     assert os.path.exists(f"{SHM_DIR}/{segment.name}")
@@ -82,7 +82,7 @@ def test_a_publication_comes_back_to_the_bit(weights_pair):
         assert publication._DTYPES[tensor.dtype][0] == theirs[name]["dtype"]
 
 
-def test_versions_never_go_back(weights_pair):
+def test_versions_never_decrease(weights_pair):
     segment, writer = weights_pair()
     publish(writer, 5)
     writer.close()
@@ -106,7 +106,7 @@ def test_versions_never_go_back(weights_pair):
         (("float32", (-1, -1), b"1234"), (ValueError, OverflowError)),
     ],
 )
-def test_a_draft_that_does_not_fit_is_refused_before_anything_is_written(
+def test_an_unfit_draft_is_refused_before_anything_is_written(
     weights_pair, tensor, error
 ):
     segment, writer = weights_pair(4096)
@@ -126,7 +126,10 @@ def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
     buf = writer._segment.buf
     reasons = set()
     assert delivered(segment.read().tensors) == want
-    for at in (*range(WORDS_AT, WORDS_AT + 1024), *range(DATA_AT, DATA_AT + size, 3)):
+    for at in (
+        *range(ATOMICS_AT, ATOMICS_AT + 1024),
+        *range(DATA_AT, DATA_AT + size, 3),
+    ):
         for flip in (0x5A, 0x02):
             buf[at] ^= flip
             try:
@@ -163,7 +166,7 @@ def test_a_slot_overwritten_while_it_is_read_is_read_again(weights_pair, monkeyp
 
 
 def sealed(header, data=bytes(4)):
-    """A draft of version 1 with any header and a right digest."""
+    """Return a draft of version 1 with any header and a right digest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     body = len(text).to_bytes(8, "little") + text + data
     return DraftBlob(1, hashlib.sha256(body).digest(), body)
@@ -202,7 +205,7 @@ def described(about, **tensors):
         described(ABOUT, x={**X, "shape": [float("inf")]}),
     ],
 )
-def test_what_is_no_draft_behind_a_right_digest_is_a_format_error(header):
+def test_an_invalid_draft_with_a_right_digest_is_a_format_error(header):
     assert publication.decode(sealed(described(ABOUT, x=X))).tensors["x"].shape == (1,)
     for body in (sealed(header).data, b"", bytes(7), bytes(8)):
         blob = DraftBlob(1, hashlib.sha256(body).digest(), body)
@@ -212,7 +215,7 @@ def test_what_is_no_draft_behind_a_right_digest_is_a_format_error(header):
 
 
 @pytest.mark.parametrize("size", [0, 100, DATA_AT, DATA_AT + 50])
-def test_a_truncated_segment_is_refused_and_not_touched(weights_pair, size):
+def test_a_truncated_segment_is_refused_and_not_modified(weights_pair, size):
     segment, writer = weights_pair()
     publish(writer, 1)
     os.truncate(f"{SHM_DIR}/{segment.name}", size)
@@ -234,7 +237,7 @@ def test_a_closed_segment_is_refused(weights_pair, monkeypatch):
     assert refused(segment) == "truncated"
     segment.report(1)
     assert writer.feedback().installed_version == 0
-    # As another thread sees it, which passed the checks just before.
+    # As another thread sees it that passed the checks just before.
     monkeypatch.setattr(segment._segment, "intact", lambda: True)
     assert segment.latest_version() == 0
     monkeypatch.setattr(segment, "latest_version", lambda: 1)
@@ -242,7 +245,7 @@ def test_a_closed_segment_is_refused(weights_pair, monkeypatch):
     segment.report(1)
 
 
-def test_the_engine_answers(weights_pair):
+def test_the_engine_reports_feedback(weights_pair):
     segment, writer = weights_pair()
     first = writer.feedback()
     assert (first.installed_version, first.refused_version) == (0, 0)
@@ -254,7 +257,7 @@ def test_the_engine_answers(weights_pair):
     segment.report(6, 5, "x" * 100 + "\u20ac")
     want = writer.feedback()
     assert want.refused_reason == "x" * 64
-    writer._segment.buf[4096 + 8 * 64] ^= 255  # a torn answer is the answer before
+    writer._segment.buf[4096 + 8 * 64] ^= 255  # a torn report is the report before
     assert writer.feedback() == want
 
 

@@ -1,5 +1,5 @@
-"""Rows of live traffic that leave the engine as records, and who may be captured.
+"""Records of live traffic, and the choice of requests that are captured.
 
-Runs in the vLLM worker, on the thread that runs the model. It never blocks and never
-raises into serving: `guard.py` is the one boundary that catches everything.
+Runs in the vLLM worker, on the model's thread. It does not block and raises no
+exception into serving: `guard.py` catches all of them.
 """

@@ -1,8 +1,8 @@
-"""The one boundary that keeps a fault of ours out of serving.
+"""Boundary that contains exceptions of TIDE, so that serving continues.
 
-Style law: no blind except anywhere else. A fault is counted by where it happened,
-logged once with its type (never with content), and after `LIMIT` faults the guarded
-part is left out for a while; serving goes on.
+Only this module and calls marked "the serving boundary" catch all exceptions. A fault
+is counted by place and logged once with its type, never with content. After `LIMIT`
+faults the guarded part is suspended for a while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_SECONDS, MOST_SECONDS = 60.0, 3600.0
 
 
 class Suspension:
-    """Time for which a failed part is left out: 1, 2, 4 ... minutes, at most 60."""
+    """Suspension of a failed part: 1, 2, 4 ... minutes, at most 60."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,9 +30,9 @@ class Suspension:
         self._next = FIRST_SECONDS
 
     def begin(self) -> float:
-        """The part failed; seconds until it is tried again."""
+        """Begin a suspension after a fault; return its length (s)."""
         now = self._clock()
-        if now - self._until > MOST_SECONDS:  # it ran well since, or never failed
+        if now - self._until > MOST_SECONDS:  # no fault in the last hour
             self._next = FIRST_SECONDS
         length, self._next = self._next, min(2.0 * self._next, MOST_SECONDS)
         self._until = now + length
@@ -40,12 +40,12 @@ class Suspension:
 
     @property
     def left(self) -> float:
-        """Seconds until the part is tried again; 0 if it may run."""
+        """Seconds until the end of the suspension; 0 if there is none."""
         return max(self._until - self._clock(), 0.0)
 
 
 class Guard:
-    """Runs callables and contains whatever they raise.
+    """Caller that contains all exceptions of its callables.
 
     Attributes:
         tripped: True after `LIMIT` faults within an hour, until `retry`: calls of `run`
@@ -62,7 +62,7 @@ class Guard:
         self._recent = 0
 
     def retry(self) -> bool:
-        """A step begins: whether a part that was left out runs again from here on."""
+        """End an expired suspension; return whether one has ended. Once per step."""
         if not self.tripped or self.suspension.left:
             return False
         self.tripped, self._recent = False, 0
@@ -73,7 +73,7 @@ class Guard:
         return None if self.tripped else self.always(where, call, *args)
 
     def always(self, where: str, call: Callable[..., Any], *args: Any) -> Any:
-        """The same also while the part is left out: for what must not be missed."""
+        """Call `call(*args)` like `run`, even during a suspension."""
         try:
             return call(*args)
         except Exception as error:  # noqa: BLE001 - the serving boundary
@@ -84,7 +84,7 @@ class Guard:
         self.faults[where] += 1
         if self.faults[where] == 1:
             *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-            # The type and the place, not the message: a message may quote content.
+            # Type and place only: the message may quote a request's content.
             logger.warning(
                 "vllm_tide: %s failed in %s (%s at %s:%d); serving is not affected.",
                 self.what,
@@ -103,8 +103,8 @@ class Guard:
         if self._recent >= LIMIT:
             self.tripped = True
             logger.error(
-                "vllm_tide: %s is left out for %d s after %d faults; serving goes on "
-                "without it.",
+                "vllm_tide: %s is suspended for %d s after %d faults; serving "
+                "continues without it.",
                 self.what,
                 self.suspension.begin(),
                 LIMIT,

@@ -1,4 +1,4 @@
-"""Which requests may be captured: decided once per request, by the worker."""
+"""Choice of the requests that are captured, made once per request by the worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_tide.transport.ring import RingWriter
-from vllm_tide.transport.tenant import KEY_BYTES, NOBODY, tenant_id
+from vllm_tide.transport.tenant import KEY_BYTES, NO_TENANT, tenant_id
 
 Consent = Literal["opt_out", "opt_in", "off"]
 
 CONSENT_KEY = "tide_capture"
 TENANT_KEY = "tide_tenant"
 ARGUMENTS = (CONSENT_KEY, TENANT_KEY, "tide_slo_tpot_ms", "tide_k_max")
-"""What a request may say to us."""
+"""Keys of `vllm_xargs` for TIDE."""
 MAX_TENANT_CHARS = 256
 REFUSALS = (
     "consent_off",
@@ -31,7 +31,7 @@ REFUSALS = (
     "malformed_tenant",
     "not_sampled",
 )
-"""Every reason that counts a request instead of rows, in the order of the questions."""
+"""Reasons that count requests instead of rows, in the order of the checks."""
 OVERLOAD = ("over_budget", "cut_short")
 """Reasons of `RowBudget`: they count rows."""
 _NO = (False, 0, "0", "false", "False", "no", "off")
@@ -40,21 +40,21 @@ _YES = (True, 1, "1", "true", "True", "yes", "on")
 
 @dataclass(slots=True)
 class Ticket:
-    """A request's standing with capture.
+    """State of a request in capture.
 
     Attributes:
-        key: Random 64-bit name under which its rows leave the engine.
-        refusal: None when it is captured, else the reason it is not.
-        tenant: Id of who sent it; 0 when the request names nobody.
+        key: Random 64-bit id of the request in its records.
+        refusal: None if it is captured, else the reason why it is not.
+        tenant: Id of its tenant; 0 if the request has none.
         started: Whether a row of it has been captured.
-        capped: It limits its drafts: its speed says nothing of the draft.
-        rows: Full rows that were taken of it.
-        prompt: Tokens of its prompt, once it was admitted by `RowBudget`; else -1.
+        capped: Whether it limits its drafts, so its speed is no measure of the draft.
+        rows: Full rows captured so far.
+        prompt: Tokens of its prompt after admission by `RowBudget`; else -1.
     """
 
     key: int
     refusal: str | None
-    tenant: int = NOBODY
+    tenant: int = NO_TENANT
     started: bool = False
     sampled: bool = False
     capped: bool = False
@@ -63,14 +63,14 @@ class Ticket:
 
 
 class CapturePolicy:
-    """Decides per request; never sees its text.
+    """Decision per request, made without its text.
 
     Args:
         sample_rate: Share of requests captured (0 to 1).
-        seed: For tests; None draws from the system's entropy.
-        consent: What a request without a word about capture has said.
-        tenant_key: Secret that hides the tenants' names (`tenant.tenant_key`); None
-            makes one of its own, and no name can be looked up later.
+        seed: For tests; None uses the system's entropy.
+        consent: `tide.capture.consent`.
+        tenant_key: Key for hashing tenant names (`tenant.tenant_key`); None creates a
+            random one, so ids cannot be computed from names later.
     """
 
     def __init__(
@@ -93,23 +93,23 @@ class CapturePolicy:
 
         Args:
             extra_args: `SamplingParams.extra_args` (`vllm_xargs` of the request).
-            supported: False for inputs whose rows are not plain tokens (images,
-                prompt embeddings).
-            salted: It has a `cache_salt` that keeps it out.
+            supported: False for inputs other than plain tokens (images, prompt
+                embeddings).
+            salted: Whether it is excluded because of its `cache_salt`.
         """
         args = extra_args or {}
         tenant = self._tenant(args.get(TENANT_KEY))
         return Ticket(
             key=secrets.randbits(64),
             refusal=self._refusal(args, supported, salted, tenant),
-            tenant=NOBODY if tenant is None else tenant,
+            tenant=NO_TENANT if tenant is None else tenant,
             capped="tide_k_max" in args,
         )
 
     def _tenant(self, name: Any) -> int | None:
-        """The id of a name; None if it is no name."""
+        """Return the id of a tenant name; None if it is not a valid name."""
         if name is None:
-            return NOBODY
+            return NO_TENANT
         if isinstance(name, int) and not isinstance(name, bool) and abs(name) < 2**64:
             name = str(name)
         if not isinstance(name, str) or not 0 < len(name) <= MAX_TENANT_CHARS:
@@ -126,35 +126,35 @@ class CapturePolicy:
         if not supported:
             return "unsupported_input"
         if tenant is None:
-            # What cannot be told apart could neither be capped nor purged.
+            # Without a tenant id the rows could be neither limited nor purged.
             return "malformed_tenant"
         if self._rng.random() >= self._rate:
             return "not_sampled"
         return None
 
     def _without_consent(self, args: dict[str, Any]) -> str:
-        """Why there is no consent; empty if there is."""
+        """Return the reason why consent is missing; empty if it is given."""
         if self._consent == "off":
             return "consent_off"
         if any(str(k).lower().startswith("tide") and k not in ARGUMENTS for k in args):
-            return "unknown_key"  # it may be a misspelt refusal
+            return "unknown_key"  # may be a misspelt tide_capture
         if CONSENT_KEY not in args:
             return "not_opted_in" if self._consent == "opt_in" else ""
-        wish = args[CONSENT_KEY]
-        if wish in _NO:
+        consent = args[CONSENT_KEY]
+        if consent in _NO:
             return "opted_out"
-        # Unreadable consent is no consent.
-        return "" if wish in _YES else "malformed_opt_out"
+        # An invalid value counts as refusal.
+        return "" if consent in _YES else "malformed_opt_out"
 
 
 class RowBudget:
-    """Shares what the trainer takes among whole requests.
+    """Admission of whole requests within the capacity of ring and trainer.
 
-    A request is admitted at its first full rows, for good: if what is in the ring and
-    what the admitted requests still owe leaves room for it, or if the consumer takes
-    rows at such a rate that it can take those of one request more. The rate is what it
-    took while the ring was not empty, or all that came while it was; it is tried out
-    upwards in small steps, as admitted requests cannot be taken back.
+    A request is admitted at its first full rows and stays admitted. It needs space in
+    the ring after the present rows and the expected rows of admitted requests, or a
+    consumer that reads fast enough for one more request. The rate is that of reading
+    while the ring is not empty, and that of writing while it is empty. It grows in
+    small steps, because an admission cannot be revoked.
     """
 
     FILL, SAFE, GROWTH, SECONDS = 0.75, 0.4, 1.1, 2.0
@@ -163,16 +163,17 @@ class RowBudget:
         self._clock = clock
         self.staged = 0
         self._admitted: dict[int, Ticket] = {}
-        self._output_rows = 128.0  # of a request, on average
+        self._output_rows = 128.0  # average of a request
         self._row_bytes = self._capacity = self._used = 0
+        # Expected further rows of admitted requests; whether they are up to date.
         self._owed = self._owed_prompt = 0.0
-        self._counted = False  # whether these are of now
+        self._counted = False
         self._seen = (0.0, 0, 0)
-        # Bytes per second: what the consumer takes, what is written; requests.
+        # Bytes read and written per second, and admitted requests (averages).
         self._rate = self._flow = self._crowd = 0.0
 
-    def look(self, ring: RingWriter) -> None:
-        """See how far the consumer is; once a step."""
+    def update(self, ring: RingWriter) -> None:
+        """Update the fill level and the rates of the ring, once per step."""
         head, tail = ring.level()
         self._row_bytes, self._capacity = ring.spec.row_bytes + 64, ring.capacity
         self._used, self._counted = head - tail + self.staged, False
@@ -191,16 +192,16 @@ class RowBudget:
                 self._rate = max(self._rate, self._flow)
 
     def take(self, ticket: Ticket, count: int, prompt: int) -> str | None:
-        """Decide about full rows of a request; why they are not taken, else None."""
+        """Admit full rows of a request; return the reason of a refusal, else None."""
         if ticket.prompt < 0:
-            if not self._has_room(prompt):
+            if not self._fits(prompt):
                 return "over_budget"
             ticket.prompt = prompt
             self._admitted[ticket.key] = ticket
             self._owed += prompt + self._output_rows
             self._owed_prompt += prompt
         size = self.size(count)
-        # The end of the ring may be left empty by a record that does not fit there.
+        # A record that does not fit at the end of the ring leaves that space empty.
         if self._used + size > self._capacity * 15 // 16:
             self.end(ticket)
             return "cut_short"
@@ -209,17 +210,17 @@ class RowBudget:
         return None
 
     def size(self, count: int) -> int:
-        """Most bytes of a request's rows in the ring."""
+        """Return an upper bound of the bytes of a request's rows in the ring."""
         return count * self._row_bytes + 256
 
     def end(self, ticket: Ticket) -> None:
-        """The request ended. Idempotent."""
+        """Remove a request that has ended. Idempotent."""
         if self._admitted.pop(ticket.key, None) is not None:
             output = max(ticket.rows - ticket.prompt, 0)
             self._output_rows += (output - self._output_rows) / 16
 
     def _count(self) -> None:
-        """Count what the admitted requests owe."""
+        """Estimate the further rows of all admitted requests."""
         rows, prompts = 0.0, 0
         for ticket in self._admitted.values():
             left = max(ticket.prompt - ticket.rows, 0)
@@ -228,7 +229,7 @@ class RowBudget:
             prompts += left
         self._owed, self._owed_prompt, self._counted = rows, prompts, True
 
-    def _has_room(self, prompt: int) -> bool:
+    def _fits(self, prompt: int) -> bool:
         if not self._counted:
             self._count()
         rows = self._owed + prompt + self._output_rows
@@ -236,9 +237,9 @@ class RowBudget:
             return True
         if self._used > self.SAFE * self._capacity:
             return False
-        if not self._admitted:  # however long they are: the rate is learnt from one
+        if not self._admitted:  # of any length: one request is needed for the rate
             return True
-        # A prompt beyond half the ring would otherwise never come in.
+        # Without the limit a prompt of more than half the ring is never admitted.
         rows = self._owed_prompt + min(prompt, self._capacity / 2 / self._row_bytes)
         each = self._flow / self._crowd if self._crowd > 1e-3 else math.inf
         return (

@@ -1,10 +1,10 @@
-"""Writing a step's rows into the ring: the same for both model runners.
+"""Writes of a step's rows into the ring, for both model runners.
 
-On a CPU a step's records are written at once. Where the launching thread must not wait
-for a copy of tens of megabytes, a thread of its own writes them, in order, and does
-nothing else: what a step needs is prepared here, and what became of it is learnt here,
-at the next step. A request of which a record was not written gets none after it, which
-would follow a hole: the thread sees to that, as records may be on their way to it.
+On a CPU a step's records are written synchronously. On a GPU a separate thread writes
+them in order, because the launching thread must not wait for a copy of tens of
+megabytes. The launching thread prepares each write, and processes its result at a later
+step. If a record of a request is not written, the thread drops all later records of
+that request, because they would follow a gap.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from vllm_tide.transport.record import Frames, Status
 from vllm_tide.transport.ring import Collect, RingWriter
 
 BACKLOG = 16
-"""Writes under way, at most: a step and an end record each, of eight steps."""
+"""Most pending writes: a step and an end record each, of eight steps."""
 DRAIN_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Records on their way to the ring, and what happens once they are there.
+    """A pending write of records.
 
     Attributes:
-        tickets: Of each request; `of` says which one a record is of.
-        full: Whether the records carry rows; None for end records.
-        staged: Where their rows lie, let go once written; None if that is not ours.
-        size: Bytes of the ring that they may take, while they are on their way.
+        tickets: Tickets of the requests.
+        of: Index of the ticket of each record.
+        full: Whether the records have rows; None for end records.
+        staged: Memory of the rows, released after the write; None if not used.
+        size: Upper bound of the bytes in the ring, while the write is pending.
     """
 
     ring: RingWriter
@@ -49,19 +50,19 @@ class Write:
 
 
 class Recorder:
-    """Writes rows of live traffic into the ring.
+    """Writer of live traffic's rows into the ring.
 
     Args:
-        ring: Where records go; it drops and counts what does not fit.
-        tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
+        ring: Destination of the records; drops and counts records that do not fit.
+        tenant_key: Key for hashing tenant names; see `CapturePolicy`.
 
     Attributes:
-        rows: Rows written to the ring so far, those of metadata-only records left out.
+        rows: Rows written to the ring so far, without metadata-only records.
         dropped: Rows (requests for the `REFUSALS` of `policy`) that were not written,
             by reason; `ids_only` are the rows of metadata-only records.
-        budget: Which requests' full rows the ring has room for.
+        budget: Admission of requests within the ring's capacity.
         draft_version: Version of the live draft; set by the owner at each swap.
-        off: Capture is switched off here, whatever the consumer wants.
+        off: Whether capture is switched off, regardless of the consumer's mode.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Recorder:
         self._tickets: dict[str, Ticket] = {}
         self._salted: set[str] = set()
         self.budget = RowBudget()
-        self._drafted_by: int | None = None  # version that the step before drafted with
+        self._drafted_by: int | None = None  # draft version of the previous step
         self.rows = 0
         self.requests = 0
         self.dropped: Counter[str] = Counter()
@@ -88,27 +89,27 @@ class Recorder:
         self._thread = ThreadPoolExecutor(1, "tide-ring") if threaded else None
         self._under_way: deque[tuple[Future[None], Write]] = deque()
         self._fault: BaseException | None = None  # of the thread
-        self._cut: set[int] = set()  # keys; only the thread has it, where there is one
+        self._cut: set[int] = set()  # keys; used by the writing thread only
 
     @property
-    def wish(self) -> Collect:
-        return Collect.NOTHING if self.off else self._ring.wish
+    def collect_mode(self) -> Collect:
+        return Collect.NOTHING if self.off else self._ring.collect_mode
 
     def close(self) -> None:
-        """Write what is under way, for some seconds at most; nothing is written after.
+        """Finish the pending writes, within some seconds, and accept no others.
 
-        The ring must still be there.
+        The ring must still exist.
         """
         self._drain()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def resume(self) -> None:
-        """Capture was left out for some steps: who drafted last is not known."""
+        """Resume after a suspension: the last step's draft version is unknown."""
         self._drafted_by = None
 
     def forget(self, req_ids: Sequence[str]) -> None:
-        """Requests ended (finished or aborted): say so to the trainer, drop state."""
+        """Remove ended requests (finished or aborted), and write their end records."""
         popped = [self._tickets.pop(req_id, None) for req_id in req_ids]
         self._salted.difference_update(req_ids)
         self._leave([ticket for ticket in popped if ticket is not None])
@@ -128,11 +129,11 @@ class Recorder:
         self._submit(Write(ring, frames, tickets, np.arange(len(tickets)), None))
 
     def keep_out(self, req_ids: Sequence[str]) -> None:
-        """Requests that have a `cache_salt`: before they are decided about."""
+        """Exclude requests with a `cache_salt`; call it before their admission."""
         self._salted.update(req_ids)
 
     def _admit(self, req_id: str, params: Any, supported: bool) -> Ticket:
-        """Decide about a new request, and count why it is not captured."""
+        """Decide whether a new request is captured, and count a refusal."""
         extra = params.extra_args if params is not None else None
         ticket = self._policy.admit(extra, supported, req_id in self._salted)
         ticket.sampled = params is not None and params.temperature > 1e-5
@@ -142,7 +143,7 @@ class Recorder:
         return ticket
 
     def _end_records(self, tickets: list[Ticket], counts: list[int]) -> None:
-        """Nothing may leave now: of these requests nothing ever will again."""
+        """End the records of requests, which do not resume after the pause."""
         ended = [ticket for ticket in tickets if ticket.refusal is None]
         for ticket in ended:
             ticket.refusal = "paused"
@@ -152,7 +153,7 @@ class Recorder:
                 self.dropped["paused"] += count
 
     def _takes(self, ticket: Ticket | None, count: int, prompt: int) -> bool:
-        """True if full rows of a request are to be staged; see `RowBudget`."""
+        """Return whether full rows of a request are staged; see `RowBudget`."""
         if ticket is None:
             return False
         if ticket.refusal is None:
@@ -165,7 +166,7 @@ class Recorder:
         """Write records of a step's requests.
 
         Returns:
-            Whether a thread of its own writes them: it lets the step's rows go.
+            Whether a thread writes them, which then releases the step's rows.
         """
         tickets, table, full = requests.tickets, requests.table, step.full
         if padding := int(table["padding"].sum()):
@@ -179,30 +180,30 @@ class Recorder:
             if not ticket.started:
                 ticket.started = True
                 self.requests += 1
-                # A prefix-cache hit never computes these rows: they are missing, and
-                # the record's start says so.
+                # Rows of a cached prefix are not computed; the record's `start` shows
+                # that they are missing.
                 if full:
                     self.dropped["prefix_cached"] += start
-                    ticket.prompt = max(ticket.prompt - start, 0)  # owed
+                    ticket.prompt = max(ticket.prompt - start, 0)  # still expected
         ring = self._ring
         if self._thread is not None:
-            step.token_ids = np.array(step.token_ids)  # the buffer is filled again
+            step.token_ids = np.array(step.token_ids)  # the buffer is reused
         frames, of = lay_out(requests, step, ring.spec, self._topk, ring.max_rows)
         write = Write(ring, frames, tickets, of, bool(full), step.staged, step.size)
         return self._submit(write)
 
     def _submit(self, write: Write) -> bool:
-        """Have records written; whether a thread of its own does it."""
+        """Write records; return whether a thread does it."""
         if self._thread is None:
             self._put(write)
-            self._learn(write)
+            self._count_result(write)
             return False
         self._under_way.append((self._thread.submit(self._put, write), write))
         self.budget.staged += write.size
         return True
 
     def _put(self, write: Write) -> None:
-        """Write, leaving out requests that were cut short: all that the thread does."""
+        """Write records, except of requests that were cut short, in the thread."""
         frames, full = write.frames, write.full
         keys = frames.metas["key"]
         if full is None:
@@ -215,24 +216,24 @@ class Recorder:
             self._cut.update(keys[frames.status != Status.WRITTEN].tolist())
 
     def _settle(self) -> None:
-        """Learn what became of writes that are done."""
+        """Process the results of finished writes."""
         while self._under_way and self._under_way[0][0].done():
             done, write = self._under_way.popleft()
             self.budget.staged -= write.size
             if write.staged is not None:
                 write.staged.release()
             if (fault := done.exception()) is None:
-                self._learn(write)
+                self._count_result(write)
             else:
                 self._fault = fault
 
     def _raise_fault(self) -> None:
-        """Raise what the thread raised, once; last, so that nothing is left out."""
+        """Raise the thread's exception, once; called last, after all other work."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
 
-    def _learn(self, write: Write) -> None:
+    def _count_result(self, write: Write) -> None:
         frames, full = write.frames, write.full
         num_rows = write.ring.count(frames)
         if full is None:

@@ -1,8 +1,8 @@
-"""A step: what capture, control and timing read of it, and its rows as records.
+"""Data of one step for capture, control and timing, and its rows as records.
 
-Both model runners fill a `Step` (`engine/worker_v1.py`, `engine/steps.py`). Records are
-made of all its requests at once, without a copy of their rows; everything that a
-trainer will read off a record is decided here, once.
+Both model runners fill a `Step` (`engine/worker_v1.py`, `engine/steps.py`). The records
+of all its requests are made together, without a copy of the rows. This module defines
+the contents of a record.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FLOAT = np.dtype(np.float32)
 
 @dataclass(slots=True)
 class Timing:
-    """Times of a step by one clock.
+    """Times of a step.
 
     Attributes:
-        continues: Whether the engine cannot have idled since the step before.
-        read: Its times once the step has landed (`StepSample`), or None.
+        continues: Whether the engine was busy since the last step.
+        read: Returns the times once the step has landed (`StepSample`), or None.
     """
 
     continues: bool
@@ -51,41 +51,40 @@ class Timing:
 
 @dataclass(slots=True)
 class Step:
-    """One step. What the host knew at once, and, once landed, what the device decided.
+    """Data of one step: known at launch, and results once it has landed.
 
     Attributes:
         req_ids: Requests in the order of the batch.
-        bounds: int32 [n + 1], their rows. Where drafts are cut on the device, this,
-            `drafts` and `logit_ends` are bounds from above until the step is read.
-        drafts: int32 [n], drafted tokens that were verified, placeholders included.
-        padding: int32 [n], placeholders among them: nothing had been drafted, they keep
-            a graph's shape and their rows say nothing about the model.
+        bounds: int32 [n + 1], bounds of their rows. If drafts are cut on the device,
+            this, `drafts` and `logit_ends` are upper bounds until `read`.
+        drafts: int32 [n], verified draft tokens, placeholders included.
+        padding: int32 [n], placeholders among them, which only keep a graph's shape;
+            their rows are not valid.
         logit_ends: int32 [n], end of each request's rows in the logits.
         num_prompt_tokens: int32 [n].
-        version: Version of the draft that runs after it.
-        buffer: Its `StepBuffer`; None where all numbers are here (V1).
-        drafted_by: Version that drafted what it verifies; None: `version`.
-        steps: Draft steps that ran, for the next step's verification.
-        whole: Whether all of it was enqueued, draft and copies included.
+        version: Version of the draft that runs after the target.
+        buffer: Its `StepBuffer`; None if all numbers are on the host (V1).
+        drafted_by: Version of the draft that made the verified drafts; None: `version`.
+        steps: Draft passes run in this step; the next step verifies their tokens.
+        whole: Whether all of the step was enqueued, draft and copies included.
         cut: Whether drafts were cut on the device.
-        trimmed: int32 [n], drafted tokens that were cut there, once read; without
-            placeholders.
-        after_gap: Whether the step before it was lost: what that one drafted for this
-            one is not known.
-        full: For capture: True if its rows were staged, False if it asks for ids and
-            counts only, None if it is left out.
+        trimmed: int32 [n], drafted tokens that the device cut, without placeholders;
+            set by `read`.
+        after_gap: Whether the previous step was lost, so the source of the verified
+            drafts is unknown.
+        full: For capture: True if rows were staged, False for metadata-only records,
+            None for no records.
         staged: Its rows in wire types: `features` [rows, num_aux * H], `hidden`
             [rows, H] or None, `topk` of its logits or None.
-        first: Of each request whose rows were staged: the first of them there.
-        size: Bytes of the ring that they may take.
-        timing: For control: what the clock says of it.
-        cost: For capture: `Record.cost`, once control has learnt of the step.
-        verify_chance: `Record.verify_chance` of requests that `explored` does not name.
-        explored: The same of drafts that only exploration verified, by request.
-        memory: bool [n], whether the verified drafts were the memory's instead of
-            the draft's, once control has learnt of the step; None: nobody's were.
-        ended: Requests that were known to have ended when the next step began; None
-            before that.
+        first: First staged row of each request with staged rows.
+        size: Upper bound of the bytes of the staged rows in the ring.
+        timing: For control: times of the step.
+        cost: For capture: `Record.cost`, set by control after the step has landed.
+        verify_chance: `Record.verify_chance` of requests that are not in `explored`.
+        explored: `Record.verify_chance` by request, of drafts verified to explore.
+        memory: bool [n], whether the verified drafts are the n-gram memory's, set by
+            control after the step has landed; None: none are.
+        ended: Requests that had ended when the next step began; None before that.
     """
 
     req_ids: Sequence[str]
@@ -127,24 +126,24 @@ class Step:
 
     @property
     def real_drafts(self) -> np.ndarray:
-        """int32 [n], those of the draft: neither placeholders nor the memory's."""
+        """Verified tokens of the draft, int32 [n]; no placeholders, none of memory."""
         drafts = self.drafts - self.padding
         return drafts if self.memory is None else np.where(self.memory, 0, drafts)
 
     def read(self) -> None:
-        """Take the landed numbers: views of the buffer, good until it is given back.
+        """Read the landed results as views of the buffer, valid until its release.
 
         Sets `start` int64 [n] position of each request's first row, `emitted` int32
         [n] tokens committed (0 for a prefill chunk that is not the last), `sampled`
         int32 [n, 1 or K + 1], `token_ids` int32 [rows], `confidence` float32 [n, K]
         and `drafted` int32 [n], the first drafted token.
         """
-        seq_lens, self.emitted, self.sampled, *rest = self.buffer.arrays()
-        self.token_ids, self.confidence, self.drafted, *cuts = rest
+        seq_lens, self.emitted, self.sampled, *others = self.buffer.arrays()
+        self.token_ids, self.confidence, self.drafted, *cuts = others
         if self.cut:
             self.bounds, logit_bounds = cuts
             self.logit_ends = logit_bounds[1:]
-            # One row of a request's logits is no draft's.
+            # One row of a request's logits has no draft token.
             verified = np.diff(logit_bounds) - 1
             self.trimmed = np.where(self.padding > 0, 0, self.drafts - verified)
             self.padding = np.minimum(self.padding, verified)
@@ -168,10 +167,9 @@ REQUEST = np.dtype(
 * `flags`: SAMPLED and MEMORY of its records.
 * `low`: Its first row among the staged ones; `first`: the same among `Step.token_ids`.
 * `drafts`: Drafted tokens, in the last of its `count` rows.
-* `padding`: Placeholders: scheduled to keep a graph's shape, they are no tokens and
-  their rows say nothing about the model.
-* `committed`: Tokens that were sampled; 0 for a prefill chunk that is not the last.
-* `next_token`: The sampled one that follows the last real row (a placeholder may be
+* `padding`: Placeholders, which only keep a graph's shape; their rows are not valid.
+* `committed`: Sampled tokens; 0 for a prefill chunk that is not the last.
+* `next_token`: The sampled token after the last valid row (a placeholder may be
   accepted by chance); -1 if nothing was sampled.
 * `verify_chance`, `cost`: See `Record`.
 """
@@ -179,7 +177,7 @@ REQUEST = np.dtype(
 
 @dataclass(slots=True)
 class RequestRows:
-    """The requests of a step that are captured.
+    """Captured requests of a step.
 
     Attributes:
         table: `REQUEST` [n].
@@ -190,7 +188,7 @@ class RequestRows:
 
     @classmethod
     def of(cls, tickets: list[Ticket], step: Step) -> RequestRows:
-        """Requests of a step, without their rows."""
+        """Create the table of a step's requests, without their rows."""
         table = np.zeros(len(tickets), REQUEST)
         table["key"] = [ticket.key for ticket in tickets]
         table["tenant"] = [ticket.tenant for ticket in tickets]
@@ -202,16 +200,16 @@ class RequestRows:
 def lay_out(
     requests: RequestRows, step: Step, spec: RingSpec, topk: int, max_rows: int
 ) -> tuple[Frames, np.ndarray]:
-    """Records of a step's requests, in their order.
+    """Return the records of a step's requests, in their order.
 
     Args:
-        topk: k of the ring's teacher; 0 if that is the hidden state.
+        topk: k of a top-k teacher; 0 for hidden states.
 
     Returns:
-        The records, and int64 [records], which request each is of.
+        The records, and the request of each record, int64 [records].
     """
     staged = step.staged if step.full else None
-    # Array, type, and shape of a row, of each part of a record.
+    # For each part of a record: array, type, shape of a row.
     parts: list[tuple[np.ndarray, np.dtype, tuple[int, ...]]] = [
         (np.asarray(step.token_ids), _TOKEN, ())
     ]
@@ -261,7 +259,7 @@ def lay_out(
 def end_records(
     tickets: list[Ticket], version: int, spec: RingSpec, topk: int
 ) -> Frames:
-    """Records without rows that say that requests ended."""
+    """Return end records, which have no rows."""
     metas = _blank(tickets, spec)
     metas["draft_version"] = version
     metas["next_token"] = -1
@@ -276,7 +274,7 @@ def end_records(
 
 
 def _blank(tickets: list[Ticket], spec: RingSpec) -> np.ndarray:
-    """`META` [n] that say whose they are and no more."""
+    """Return `META` [n] with key and tenant only."""
     metas = np.zeros(len(tickets), META)
     metas["key"] = np.array([ticket.key for ticket in tickets], np.uint64)
     metas["tenant"] = np.array([ticket.tenant for ticket in tickets], np.uint64)

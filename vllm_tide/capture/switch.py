@@ -1,8 +1,8 @@
-"""Switches of capture and training: files that outlive every process.
+"""Persistent switches that pause capture and training.
 
-A switch has a file in the run directory and one in the state directory, and either
-forbids: the run directory is often a tmpfs, which a reboot or a moved pod empties. What
-is not certain (a directory that cannot be read, or that vanished) forbids as well.
+A switch has a file in the run directory and one in the state directory, and is on if
+either exists: the run directory is often a tmpfs, which a reboot or a moved pod clears.
+A directory that is unreadable or was removed counts as on too.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_tide.transport.rendezvous import lasting_folder, make_private, write_private
+from vllm_tide.transport.rendezvous import durable_folder, make_private, write_private
 from vllm_tide.transport.ring import Collect
 
 if TYPE_CHECKING:
     from vllm_tide.capture.recorder import Recorder
 
-logger = logging.getLogger("vllm.tide")  # vLLM's own shows it
+logger = logging.getLogger("vllm.tide")
 
 PAUSED, OFF = "paused.json", "capture_off.json"
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 def switch_folders(run_dir: Path, *state_dirs: str | None) -> list[Path]:
     """Return the folders of a run directory's switch files, the run directory first.
 
     Args:
-        state_dirs: `tide.train.state_dir` of its engines; None: the user's.
+        state_dirs: `tide.train.state_dir` of its engines; None: the user's directory.
     """
-    lasting = (lasting_folder(run_dir, each) for each in state_dirs or (None,))
+    lasting = (durable_folder(run_dir, each) for each in state_dirs or (None,))
     return list(dict.fromkeys((run_dir, *lasting)))
 
 
@@ -43,8 +43,8 @@ def switches_on(folders: Sequence[Path]) -> list[str]:
     """Return the names of the switches that are on.
 
     Raises:
-        OSError: A folder cannot be read. One that is not there holds no switch, and
-            neither does a state directory that is not the user's to enter.
+        OSError: A folder cannot be read. Missing folders, and state directories without
+            permission, contain no switch.
     """
     names: set[str] = set()
     for folder in folders:
@@ -58,10 +58,10 @@ def switches_on(folders: Sequence[Path]) -> list[str]:
 
 
 class Switch:
-    """A pause of training, or of capture alone: on while one of its files is there.
+    """Pause of training, or of capture only: on while one of its files exists.
 
     Args:
-        run_dir: Run directory; it holds for every process started there.
+        run_dir: Run directory; the switch applies to all processes that use it.
         state_dirs: As for :func:`switch_folders`.
     """
 
@@ -73,7 +73,7 @@ class Switch:
             self.on = True
 
     def set(self, on: bool) -> str:
-        """Make or remove the files; why that failed somewhere, empty if nowhere."""
+        """Create or remove the files; return the errors, empty if there are none."""
         self.on = on
         failed = []
         for folder in reversed(self._folders):
@@ -92,15 +92,15 @@ class Switch:
 
 
 class Switches:
-    """The switches of a run directory as its engine obeys them.
+    """The switches of a run directory, as read by its engine.
 
     Attributes:
-        on: Names of those that are on, as of the last :meth:`read`.
+        on: Names of the switches that are on, as of the last :meth:`read`.
     """
 
     def __init__(self, run_dir: Path, state_dir: str | None = None) -> None:
         self._run_dir, self._folders = run_dir, switch_folders(run_dir, state_dir)
-        # While it is open no other directory gets its number.
+        # While it is open its inode number is not reused.
         self._directory = -1
         self.on = [OFF]
         with suppress(OSError):
@@ -108,7 +108,7 @@ class Switches:
         self._open()
 
     def read(self) -> list[str]:
-        """Read the files; those of a directory that vanished are written again."""
+        """Read the files; restore those of a run directory that was removed."""
         with suppress(OSError):
             on = switches_on(self._folders)
             if not self._same():
@@ -118,25 +118,25 @@ class Switches:
                     write_private(self._run_dir / name, "{}")
                 self._open()
             self.on = on
-        for name in self.on:  # or a cleaner of old files (systemd-tmpfiles) takes them
+        for name in self.on:  # else systemd-tmpfiles removes them as old files
             with suppress(OSError):
                 os.utime(self._run_dir / name)
         return self.on
 
     def close(self) -> None:
-        """Let the directory go. Idempotent."""
+        """Close the directory. Idempotent."""
         if self._directory >= 0:
             os.close(self._directory)
         self._directory = -1
 
     def _same(self) -> bool:
-        """True if the run directory is the one that was there at the last look."""
+        """Return whether the run directory is the one of the last :meth:`read`."""
         try:
-            there = os.stat(self._run_dir)
+            stat = os.stat(self._run_dir)
         except FileNotFoundError:
             return False
         return self._directory >= 0 and os.path.samestat(
-            os.fstat(self._directory), there
+            os.fstat(self._directory), stat
         )
 
     def _open(self) -> None:
@@ -146,29 +146,29 @@ class Switches:
             self._directory = os.open(self._run_dir, flags)
 
 
-def heed_switches(
+def watch_capture_switch(
     recorder: Recorder, run_dir: Path, state_dir: str | None = None
 ) -> threading.Event:
-    """Keep `Recorder.off` as the files say, from a thread of its own; set to end it."""
-    closing, said, switches = threading.Event(), True, Switches(run_dir, state_dir)
+    """Start a thread that sets `Recorder.off` from the files; return its stop event."""
+    closing, logged, switches = threading.Event(), True, Switches(run_dir, state_dir)
 
-    def look() -> None:
-        nonlocal said
+    def update() -> None:
+        nonlocal logged
         recorder.off = bool(switches.read())
-        if (on := recorder.wish is not Collect.NOTHING) != said:
-            said = on
-            why = ", ".join(switches.on) or "a trainer is paused"
+        if (on := recorder.collect_mode is not Collect.NOTHING) != logged:
+            logged = on
+            reason = ", ".join(switches.on) or "a trainer is paused"
             logger.info(
                 "vllm_tide: capture is %s, run directory %s",
-                "on" if on else f"off ({why})",
+                "on" if on else f"off ({reason})",
                 run_dir,
             )
 
     def watch() -> None:
-        while not closing.wait(LOOK_S):
-            look()
+        while not closing.wait(POLL_S):
+            update()
         switches.close()
 
-    look()  # before anything is served
+    update()  # before the server accepts requests
     threading.Thread(target=watch, name="tide-switch", daemon=True).start()
     return closing

@@ -1,7 +1,7 @@
-"""The command line, one module a command: see `main`.
+"""The command line, one module per command: see `main`.
 
-Exit status: 0, 1 the answer is no or nobody is there, 2 an input is wrong. An error is
-one line a mistake, `error: SENTENCE`.
+Exit status: 0 success, 1 negative result or no process to answer, 2 invalid input. Each
+error is one line, `error: SENTENCE`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ EXIT_NO, EXIT_ERROR = 1, 2
 
 
 def fail(error: object) -> int:
-    """Says why a command cannot do it; returns the exit status."""
+    """Print an error and return its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return int(getattr(error, "exit_status", EXIT_ERROR))
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help with the default of each option that has one."""
+    """Help with the defaults of options."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:  # laid out
+        if "\n" in text:  # already formatted
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
@@ -38,7 +38,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like every other error."""
+    """A parser with errors of one line."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(formatter_class=Help, **named)
@@ -55,15 +55,15 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the options that `emit` reads."""
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    text = "write to a file what would be printed"
+    text = "write to a file instead of printing"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
 
 
 def emit(args: argparse.Namespace, text: str, value: object) -> int:
-    """Print or write a command's answer as text or JSON; return the exit status."""
+    """Print or write a command's result as text or JSON; return the exit status."""
     if args.json:
         text = json.dumps(value, indent=1)
-    # Half a character, in a name or a model_id, cannot be written.
+    # A name may contain a lone surrogate, which UTF-8 cannot encode.
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     if args.output is None:
         print(data.decode("utf-8"), end="")

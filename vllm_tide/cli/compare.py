@@ -1,4 +1,4 @@
-"""`vllm-tide compare A B`: does it help my traffic?"""
+"""`vllm-tide compare A B`: compare two benchmark results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from vllm_tide.cli import add_output, emit, fail
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A and B are folders of JSON that `vllm bench serve --save-result "
-        "--save-detailed` writes, or single files; with fewer than two files each "
-        "there is no verdict."
+        "A and B are folders of JSON results from `vllm bench serve --save-result "
+        "--save-detailed`, or single files. A verdict needs two files on each side."
     )
     add = parser.add_argument
-    add("a", type=Path, metavar="A", help="how you serve now")
-    add("b", type=Path, metavar="B", help="how you might serve")
+    add("a", type=Path, metavar="A", help="the current configuration")
+    add("b", type=Path, metavar="B", help="the candidate configuration")
     add_output(parser)
 
 

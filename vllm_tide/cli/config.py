@@ -1,4 +1,4 @@
-"""`vllm-tide config`: example configurations, a check, the reference of all knobs."""
+"""`vllm-tide config`: example configurations, a check, a reference of all knobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_tide.doctor.run import make_subject
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     example = actions.add_parser("example", help="print a commented example")
-    example.add_argument("name", nargs="?", help="leave it out to list the names")
+    example.add_argument("name", nargs="?", help="without it: list the names")
     check = actions.add_parser("check", help="check a file without starting a server")
     check.add_argument("file", help="JSON, YAML (vLLM's --config too), or inline JSON")
     add_output(check)
@@ -55,23 +55,23 @@ def _example(name: str | None) -> int:
 def _check(args: argparse.Namespace) -> int:
     subject = make_subject(args.file, None, Path())
     errors = subject.error.splitlines()
-    noted = list(subject.notes)
-    for note in noted:
+    notes = list(subject.notes)
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not args.json:
         for error in errors:
             fail(error)
     inline = args.file.lstrip().startswith("{")
     name = "the inline JSON" if inline else args.file
-    text = f"{name}: fine. vllm serve checks its own keys, and draft against target."
-    report = {"errors": errors, "notes": noted}
+    text = f"{name}: valid. vllm serve checks its own keys, and draft and target."
+    report = {"errors": errors, "notes": notes}
     if errors and not args.json:
         return EXIT_ERROR
     return emit(args, text, report) or EXIT_ERROR * bool(errors)
 
 
 def reference() -> Iterator[str]:
-    """Lines of a Markdown table of every knob, from the schema itself."""
+    """Yield a Markdown table of all knobs, from the schema."""
     yield "| knob | default | meaning |"
     yield "| --- | --- | --- |"
     yield from _rows("tide", TideConfig)

@@ -1,4 +1,4 @@
-"""`vllm-tide dashboards`: Grafana boards and Prometheus rules, as files."""
+"""`vllm-tide dashboards`: export Grafana boards and Prometheus rules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_tide.dashboards import FORMATS, RUNBOOKS, exported
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    export = actions.add_parser("export", help="write them to a directory")
+    export = actions.add_parser("export", help="write the files to a directory")
     add = export.add_argument
-    add("directory", type=Path, metavar="DIR", help="made if missing")
+    add("directory", type=Path, metavar="DIR", help="created if absent")
     text = (
         "grafana: boards, rules and runbooks as plain files (default); configmap: the "
         "boards for Grafana's sidecar; prometheusrule: the rules for Prometheus "
@@ -21,21 +21,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--format", choices=FORMATS, default="grafana", help=text)
     text = (
-        f"where alerts' runbook_url leads; #ALERT follows (default: {RUNBOOKS}, beside "
-        "the plain files; without it a prometheusrule has no runbook_url)"
+        "base URL of runbook_url in alerts, to which #ALERT is appended (default: "
+        f"{RUNBOOKS}, relative to the exported files; a prometheusrule then has none)"
     )
     add("--runbooks", default=RUNBOOKS, metavar="URL", help=text)
-    add("--force", action="store_true", help="overwrite files that are there")
+    add("--force", action="store_true", help="overwrite existing files")
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.runbooks or any(sign in args.runbooks for sign in " \t\n#'\""):
-        return fail(f"--runbooks {args.runbooks!r} is no address without an anchor.")
+        return fail(f"--runbooks {args.runbooks!r} is not a URL without an anchor.")
     folder, texts = args.directory, exported(args.format, args.runbooks)
     try:
-        there = [name for name in texts if (folder / name).exists()]
-        if there and not args.force:
-            name = str(folder / there[0])
+        existing = [name for name in texts if (folder / name).exists()]
+        if existing and not args.force:
+            name = str(folder / existing[0])
             return fail(f"{name!r} exists; give --force to overwrite it.")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""`vllm-tide doctor`: is this machine, installation and configuration fit to serve?"""
+"""`vllm-tide doctor`: check machine, installation and configuration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vllm_tide.cli import EXIT_ERROR, add_output, emit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks versions, patches, configuration, draft, shared memory, directories, "
-        "device and spool. Changes nothing, loads no weights, fetches nothing."
+        "device and spool. Read-only: loads no weights and downloads nothing."
     )
     parser.epilog = (
-        "Exit status: 0 nothing failed; 1 something did, or with --strict there are "
-        "warnings; 2 the configuration is wrong. Checks that do not apply are skipped."
+        "Exit status: 0 no check failed; 1 a check failed, or with --strict there are "
+        "warnings; 2 invalid configuration. Checks that do not apply are skipped."
     )
     add = parser.add_argument
-    text = "what --speculative-config would be given: JSON or YAML, or inline JSON"
+    text = "value of --speculative-config: a JSON or YAML file, or inline JSON"
     add("--config", metavar="FILE", help=text)
-    text = "the target, to compare the draft with (a few seconds more)"
+    text = "target, to check the draft against it (takes a few seconds)"
     add("--model", metavar="TARGET", help=text)
     text = "run directory (default: the configuration's, $TIDE_RUN_DIR, the user's)"
     add("--run-dir", type=Path, metavar="DIR", help=text)

@@ -1,4 +1,4 @@
-"""`vllm-tide export`: a trained draft as a directory that unpatched vLLM serves."""
+"""`vllm-tide export`: write a trained draft as a checkpoint for unpatched vLLM."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes weights, configuration and a model card of measured figures. Without "
-        "--engine, --from and --state-dir the newest running engine's live draft is "
-        "taken. Kept drafts carry no configuration: with --state-dir it is read from "
-        "the running engine's draft, or from --from and --target."
+        "Writes weights, configuration and a model card with measured figures. Without "
+        "--engine, --from and --state-dir it exports the live draft of the newest "
+        "running engine. Stored drafts have no configuration: with --state-dir it is "
+        "read from the running engine's draft, or from --from and --target."
     )
     add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="must be empty")
+    add("directory", type=Path, metavar="DIR", help="absent or empty")
     text = "hf: for --speculative-config; speculators: `vllm serve DIR`"
     forms = ("hf", "speculators")
     add("--format", choices=forms, default="speculators", help=text)
     source = parser.add_mutually_exclusive_group().add_argument
-    source("--engine", metavar="ID", help="of a running engine (default: the newest)")
+    source("--engine", metavar="ID", help="a running engine (default: the newest)")
     text = "draft directory of either form"
     source("--from", dest="source", type=Path, metavar="DIR", help=text)
-    text = "drafts kept by a trainer; the newest good one"
+    text = "directory of a trainer's stored drafts; exports the newest valid one"
     add("--state-dir", type=Path, metavar="DIR", help=text)
     add_run_dir(parser)
-    add("--target", metavar="NAME", help="hub name, written down, or directory")
-    text = "draft length written down"
+    add("--target", metavar="NAME", help="hub name (is exported) or directory")
+    text = "draft length to write to the export"
     add("--num-speculative-tokens", type=int, metavar="N", help=text)
     add_output(parser)
 
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s")
     try:
-        draft = _named(_read(args), args.target, args.num_speculative_tokens)
+        draft = _with_target(_read(args), args.target, args.num_speculative_tokens)
         folder = write_export(args.directory, draft, args.format)
     except (ConfigError, DraftError, DraftRefused, TransportError) as error:
         return fail(error)
     target = draft.verifier.hub_name if draft.verifier else ""
     text = f"written: {folder} ({args.format}, from {draft.source})"
     if not target:
-        text += "\nits target is not named: give --target HUB_NAME for `vllm serve DIR`"
+        text += "\nno target name: give --target HUB_NAME for `vllm serve DIR`"
     value = {"directory": str(folder), "source": draft.source}
     return emit(args, text, value | {"version": draft.version, "target": target})
 
@@ -75,13 +75,13 @@ def _read(args: argparse.Namespace) -> ExportedDraft:
         return from_directory(args.source, read_config(args.target) if local else None)
     if args.source is not None:
         if not local:
-            said = "kept drafts are checked against their target; give its directory"
-            raise ConfigError(f"--target: {said} with --state-dir and --from.")
+            hint = "give the target's directory, to check stored drafts against it,"
+            raise ConfigError(f"--target: {hint} with --state-dir and --from.")
         return from_state_dir(args.state_dir, args.source, args.target)
     run_dir = args.run_dir or default_run_dir()
     hint = "give --run-dir, or export a directory with --from"
     manifest = newest_engine(run_dir, args.engine, hint)
-    assert manifest is not None  # noqa: S101 - there is a hint
+    assert manifest is not None  # noqa: S101 - raises if a hint is given
     if args.state_dir is None:
         return from_engine(manifest, run_dir)
     target = manifest.target_path
@@ -90,10 +90,10 @@ def _read(args: argparse.Namespace) -> ExportedDraft:
     return replace(draft, verifier=verifier)
 
 
-def _named(
+def _with_target(
     draft: ExportedDraft, target: str | None, num_speculative_tokens: int | None
 ) -> ExportedDraft:
-    """What the operator says about the target wins over what the draft says."""
+    """Override the draft's facts about the target by the command's options."""
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError("--num-speculative-tokens: must be at least 1.")
     verifier = draft.verifier
@@ -108,7 +108,7 @@ def _named(
 
 
 def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
-    """The target as an export names it: by its hub name if it came from there."""
+    """Return the facts on a target, with its hub name for a hub snapshot."""
     architectures: tuple[str, ...] = ()
     if (Path(target) / "config.json").is_file():
         architectures = tuple(read_config(target).get("architectures") or ())
@@ -118,7 +118,7 @@ def target_facts(target: str, num_speculative_tokens: int) -> Verifier:
 
 
 def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
-    """The draft that a running engine serves."""
+    """Read the draft that a running engine serves."""
     target = read_config(manifest.target_path)
     verifier = target_facts(manifest.target_path, manifest.num_speculative_tokens)
     engine = f"engine {manifest.engine_id}"
@@ -128,16 +128,16 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
             publication = segment.read() if segment.latest_version() else None
     if publication is None:
         draft = from_directory(manifest.draft_path, target)
-        source = f"{engine}, the draft it started with"
+        source = f"{engine}, its initial draft"
         return replace(draft, verifier=verifier, source=source, version=0)
-    # A fast draft, or its base given back: the number of the base is what counts.
+    # For a fast draft, or its base after one, use the version of the base.
     adaptation = publication.meta.get("adaptation") or {}
     version = int(adaptation.get("base", publication.version))
-    if adaptation.get("fast") or "delta" in publication.meta:  # no weights of its own
+    if adaptation.get("fast") or "delta" in publication.meta:  # not complete weights
         raise DraftError(
             f"export: over version {version} a fast draft is or was served "
-            "(tide.test_time.adapt), which has learnt from running requests; try again "
-            "after `vllm-tide pause`, or export --state-dir."
+            "(tide.test_time.adapt), trained on running requests; retry after "
+            "`vllm-tide pause`, or export --state-dir."
         )
     _check_served(run_dir, manifest.engine_id, version)
     config = Eagle3Config.from_json(read_config(manifest.draft_path), target)
@@ -148,33 +148,33 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
 
 
 def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDraft:
-    """The newest good draft that a trainer keeps, shaped as the one in `draft_dir`."""
-    if not folder.is_dir():  # a store would make it
+    """Read a trainer's newest valid stored draft, with the config of `draft_dir`."""
+    if not folder.is_dir():  # a store would create it
         raise DraftError(f"--state-dir: no directory {str(folder)!r}.")
     raw = read_config(draft_dir)
     store = DraftStore(folder, store_fingerprint(rows_fingerprint(target_dir), raw))
     draft = store.newest()
     if draft is None:
         why = f" ({store.refused[-1]})" if store.refused else ""
-        said = f"{str(folder)!r} keeps no usable draft for this target and draft{why}."
-        raise DraftError(f"--state-dir: {said}")
+        problem = f"{str(folder)!r} has no usable draft for this target and draft{why}."
+        raise DraftError(f"--state-dir: {problem}")
     config = Eagle3Config.from_json(raw, read_config(target_dir))
-    verifier, figures = read_verifier(raw), {**draft.held_out, **draft.served}
-    source = "a trainer's kept drafts"
+    verifier, figures = read_verifier(raw), {**draft.holdout, **draft.served}
+    source = "a trainer's stored drafts"
     return ExportedDraft(
         config, draft.tensors, verifier, draft.version, source, figures, True
     )
 
 
 def _check_served(run_dir: Path, engine_id: str, version: int) -> None:
-    """Refuses a publication that its engine has not installed."""
+    """Raise DraftError for a publication that its engine has not installed."""
     try:
         path = run_dir / f"trainer-{engine_id}.json"
         served = json.loads(path.read_text(encoding="utf-8"))["installed_version"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no trainer wrote here: the segment is all there is
+        return  # no trainer status to compare with
     if served != version:
         raise DraftError(
-            f"export: version {version} was published last but version {served} is "
-            "served; try again once it is installed, or export --state-dir."
+            f"export: version {version} is published, but version {served} is served; "
+            "retry once it is installed, or export --state-dir."
         )

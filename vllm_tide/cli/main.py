@@ -11,31 +11,31 @@ from importlib import import_module
 
 from vllm_tide.cli import EXIT_ERROR, Parser, fail
 
-# Name and help by group. Only the module of the sub-command that was asked for is
-# imported, so `patch` works where torch, vLLM or half of this package cannot be.
+# Name and help by group. Only the module of the given sub-command is imported, so that
+# `patch` works without torch and vLLM.
 GROUPS = {
-    "set up": {
-        "patch": "Install, judge and remove the vLLM patches.",
+    "setup": {
+        "patch": "Install, check and remove the vLLM patches.",
         "doctor": "Check installation, configuration and machine.",
         "config": "Explain and check the tide section of a speculative config.",
-        "plan": "Say on which accelerators to train, if at all.",
+        "plan": "Plan on which accelerators to train, if any.",
         "dashboards": "Write the Grafana boards and the Prometheus rules.",
     },
-    "watch": {
-        "top": "Watch engines and trainers live.",
-        "status": "Say what the running trainers do.",
+    "monitoring": {
+        "top": "Show engines and trainers live.",
+        "status": "Show the state of running trainers.",
         "compare": "Compare two results of `vllm bench serve`.",
     },
-    "steer": {
+    "operation": {
         "pause": "Stop training and capture until `resume`.",
         "resume": "Train and capture again after `pause`.",
         "capture": "Switch capture on or off in every engine of a run directory.",
-        "purge": "Make the running trainers and relays forget captured data.",
-        "rollback": "Serve the draft before the newest one again.",
+        "purge": "Delete captured data from running trainers and relays.",
+        "rollback": "Serve the previous draft again.",
         "export": "Write a draft as a checkpoint that vLLM serves.",
     },
-    "run by hand": {
-        "train": "Train the draft beside a running engine.",
+    "processes": {
+        "train": "Train the draft of a running engine.",
         "relay": "Carry records and drafts between an engine and a spool.",
     },
 }
@@ -46,30 +46,30 @@ EPILOG = """example:
   vllm serve MODEL --speculative-config tide.json
   vllm-tide top --url http://localhost:8000
 
-'vllm-tide COMMAND --help' has the options. Exit status: 0; 1 the answer is no, or
-nobody is there; 2 an input is wrong."""
+'vllm-tide COMMAND --help' shows the options. Exit status: 0 success; 1 negative
+result, or no process to answer; 2 invalid input."""
 
-# Commands of `cli/trainer.py`; the others have a module of their name.
+# Commands of `cli/trainer.py`; other commands have a module of the same name.
 TO_TRAINERS = ("status", "rollback", "pause", "resume", "capture", "purge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sub-command and returns its exit code."""
+    """Run one sub-command and return its exit code."""
     try:
         status = _main(argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read the output is gone; nothing is to be said at exit either.
+        # The reader of the output is gone: avoid another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PermissionError as error:
-        return fail(f"{error.filename}: {error.strerror}; run this as its user.")
+        return fail(f"{error.filename}: {error.strerror}; run it as the owner.")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vllm_tide"):
             raise
         return fail(
-            f"this command needs {error.name}, which is not installed here; run it in "
+            f"this command needs {error.name}, which is not installed; run it in "
             "vLLM's environment."
         )
 
@@ -92,23 +92,23 @@ def _main(argv: Sequence[str] | None) -> int:
     subparsers = parser.add_subparsers(
         dest="command", prog="vllm-tide", help=argparse.SUPPRESS
     )
-    wanted = next((word for word in argv if not word.startswith("-")), "")
-    near = difflib.get_close_matches(wanted, COMMANDS, n=1)
-    if wanted and wanted not in COMMANDS:
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return fail(f"no command {wanted!r}{hint or '; see vllm-tide --help.'}")
+    name = next((arg for arg in argv if not arg.startswith("-")), "")
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if name and name not in COMMANDS:
+        hint = f"; did you mean {near[0]!r}?" if near else "; see vllm-tide --help."
+        return fail(f"no command {name!r}{hint}")
     command = parser
-    if wanted:
-        command = subparsers.add_parser(wanted, description=COMMANDS[wanted])
-        given = [wanted] if wanted in TO_TRAINERS else []
-        module = import_module(f"vllm_tide.cli.{'trainer' if given else wanted}")
-        module.add_arguments(command, *given)
+    if name:
+        command = subparsers.add_parser(name, description=COMMANDS[name])
+        names = [name] if name in TO_TRAINERS else []
+        module = import_module(f"vllm_tide.cli.{'trainer' if names else name}")
+        module.add_arguments(command, *names)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     if args.version:
         print(versions())
         return 0
-    if not wanted or getattr(args, "action", "") is None:
+    if not name or getattr(args, "action", "") is None:
         command.print_help()
         return EXIT_ERROR
     return int(args.run(args))

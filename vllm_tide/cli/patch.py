@@ -1,4 +1,4 @@
-"""``vllm-tide patch``: install, judge, remove and check the vLLM patches."""
+"""``vllm-tide patch``: install, check and remove the vLLM patches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from vllm_tide.patching import Manifest, PatchError, PatchState, Reader, Status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in (
-        ("apply", "Install the series (nothing happens if it is installed)."),
-        ("status", "Say absent, applied, stale or foreign; exit 0 if applied, else 1."),
+        ("apply", "Install the series, unless it is installed already."),
+        ("status", "Print absent, applied, stale or foreign; exit 0 only if applied."),
         ("revert", "Restore the original files byte for byte."),
-        ("check", "Check the series itself: clean apply, manifest, size."),
+        ("check", "Check the series: clean apply, manifest, size."),
     ):
         action = actions.add_parser(name, help=text, description=text)
         folder = partial(action.add_argument, type=Path, metavar="DIR")
         text = "site-packages folder with vllm in it (default: this Python's)"
         folder("--target", help=text)
-        folder("--patches", help="patch folder (default: own)")
+        folder("--patches", help="patch folder (default: of this package)")
         if name == "status":
             add_output(action)
     text = (
-        "folder with a pristine vllm package; repeat for each form of it (default: the "
-        "target, with its saved originals)"
+        "folder with a pristine vllm package, repeatable for several builds (default: "
+        "the target, with its saved originals)"
     )
     folder("--pristine", action="append", help=text)
     text = "write manifest.json from the series and all --pristine folders"
@@ -66,9 +66,9 @@ def _check(args: argparse.Namespace) -> int:
         if args.update_manifest:
             text = json.dumps(built, indent=2) + "\n"
             patching.manifest_path(root).write_text(text)
-        problems += _compared(patching.load_manifest(root), built)
+        problems += _differences(patching.load_manifest(root), built)
     else:
-        print("no vLLM here: the clean apply and the manifest are not checked")
+        print("no vLLM installed: clean apply and manifest are not checked")
     for patch in patches:
         files = ", ".join(patch.hunks)
         print(f"{patch.name}: {len(patch.added)} lines added in {files}")
@@ -82,7 +82,7 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _compared(manifest: Manifest, built: Manifest) -> Iterator[str]:
+def _differences(manifest: Manifest, built: Manifest) -> Iterator[str]:
     if manifest["patches"] != built["patches"]:
         yield "manifest.json lists other patches than series: export again"
     if manifest["files"].keys() != built["files"].keys():
@@ -93,8 +93,8 @@ def _compared(manifest: Manifest, built: Manifest) -> Iterator[str]:
 
 def _pristine_readers(args: argparse.Namespace, root: Path) -> list[Reader]:
     if args.pristine:
-        found = [patching.find_target(folder) for folder in args.pristine]
-        return [partial(patching.read_file, target) for target in found]
+        targets = [patching.find_target(folder) for folder in args.pristine]
+        return [partial(patching.read_file, target) for target in targets]
     if args.update_manifest:
         raise PatchError("--update-manifest needs --pristine (see scripts/patches.sh).")
     try:

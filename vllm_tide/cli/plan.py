@@ -1,4 +1,4 @@
-"""`vllm-tide plan`: where to train, and whether to."""
+"""`vllm-tide plan`: whether and on which accelerators to train."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vllm_tide.cli import EXIT_NO, add_output, emit, fail
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares serving without speculation, with a draft that is never trained, and "
-        "with one that is trained on accelerators of its own, on a share of one that "
-        "serves, or on some that serve again once it has learnt."
+        "Compares serving without speculation, with a static draft, and with a draft "
+        "trained on dedicated accelerators, on a time share of a serving one, or on "
+        "accelerators that return to serving after training."
     )
-    parser.epilog = "Exit status: 0 train, 1 do not, 2 an input is wrong."
+    parser.epilog = "Exit status: 0 train, 1 do not train, 2 invalid input."
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cluster", type=Path, metavar="FILE", help="see --example")
     what.add_argument("--example", action="store_true", help="print a cluster file")
-    text = "compare with the numbers that the TIDE paper prints"
+    text = "compare with the numbers in the TIDE paper"
     what.add_argument("--paper-check", action="store_true", help=text)
     add_output(parser)
 

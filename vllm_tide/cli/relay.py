@@ -1,4 +1,4 @@
-"""`vllm-tide relay`: an engine's records into a spool, a trainer's drafts out of it."""
+"""`vllm-tide relay`: copy records from an engine to a spool, and drafts back."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from vllm_tide.transport.spool_store import StoreError, open_store
 
 POLL_S = 0.5
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""A spool that cannot be reached is tried again after this long, twice that, ..."""
+"""Retry interval of an unreachable spool, doubled after each failure (s)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = f"directory or fsspec URL; else ${SPOOL_VARIABLE}, else the engine's "
-    text += "tide.spool.url, which is announced without credentials"
+    text = f"directory or fsspec URL (default: ${SPOOL_VARIABLE}, else the engine's "
+    text += "tide.spool.url, which is announced without credentials)"
     add("--spool", metavar="URL", help=text)
     add("--engine", metavar="ID", help="(default: the newest engine)")
     add_run_dir(parser)
-    text = "wait for an engine, again when it dies"
+    text = "wait for an engine, and again after it exits"
     add("--wait", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        with process.stopped_by_signals(sys.exit):  # also while it waits for an engine
+        with process.stopped_by_signals(sys.exit):  # also while waiting for an engine
             return _run(args)
     except (ConfigError, TransportError) as error:
         return fail(error)
 
 
 def _run(args: argparse.Namespace) -> int:
-    process.become_sidecar()
+    process.prepare_sidecar_process()
     run_dir = args.run_dir or default_run_dir()
     prepared = False
     while True:
@@ -59,12 +59,12 @@ def _run(args: argparse.Namespace) -> int:
         config = parse_tide(manifest.tide)
         url = args.spool or os.environ.get(SPOOL_VARIABLE) or config.spool.url
         if url is None:
-            said = f"is not set for engine {manifest.engine_id}; give --spool URL."
-            raise ConfigError(f"tide.spool.url: {said}")
+            problem = f"not set for engine {manifest.engine_id}; give --spool URL."
+            raise ConfigError(f"tide.spool.url: {problem}")
         if not prepared:
             _prepare(config.train)
             prepared = True
-        # The ring may hold rows that a purge asks for while the spool is out of reach.
+        # A purge must wait for rows in the ring, also while the spool is unreachable.
         announce_relay(run_dir, manifest.engine_id)
         try:
             state = "engine_gone"
@@ -81,12 +81,12 @@ def _run(args: argparse.Namespace) -> int:
 def _connect(
     manifest: EngineManifest, run_dir: Path, url: str, config: SpoolConfig
 ) -> Relay | None:
-    """A relay, as soon as the spool can be reached; None if the engine goes first."""
+    """Return a relay once the spool is reachable; None if the engine exits first."""
 
-    def lives() -> bool:
+    def is_alive() -> bool:
         return any(other.ring == manifest.ring for other in read_manifests(run_dir))
 
-    pause, said = FIRST_PAUSE_S, set[str]()
+    pause, logged = FIRST_PAUSE_S, set[str]()
     while True:
         try:
             store = open_store(url)
@@ -94,14 +94,14 @@ def _connect(
             logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
             return relay
         except StoreError as error:
-            if str(error) not in said:
-                again = "engine %s: %s; it is tried again while the engine lives"
-                logger.error(again, manifest.engine_id, error)
-            said.add(str(error))
+            if str(error) not in logged:
+                text = "engine %s: %s; retrying while the engine runs"
+                logger.error(text, manifest.engine_id, error)
+            logged.add(str(error))
         except TransportError:
-            if lives():
+            if is_alive():
                 raise
-        if not lives():
+        if not is_alive():
             return None
         announce_relay(run_dir, manifest.engine_id)
         time.sleep(pause)
@@ -109,19 +109,19 @@ def _connect(
 
 
 def _prepare(config: TrainConfig) -> None:
-    """Off the engine's cores and behind its work, like the trainer it stands for."""
+    """Set CPU affinity and niceness, as for a trainer."""
     if config.cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, config.cpus)
-    process.be_nice(config.nice)  # adds up: once per process
+    process.renice(config.nice)  # adds up: once per process
 
 
 def _find(run_dir: Path, engine_id: str | None, *, wait: bool) -> EngineManifest:
     hint = "start the server with a tide section, or give --run-dir, or --wait"
-    found = newest_engine(run_dir, engine_id, "" if wait else hint)
-    if found is None:
+    manifest = newest_engine(run_dir, engine_id, "" if wait else hint)
+    if manifest is None:
         logger.info("waiting for an engine in %s", run_dir)
-    while found is None:
+    while manifest is None:
         time.sleep(POLL_S)
-        found = newest_engine(run_dir, engine_id)
-    return found
+        manifest = newest_engine(run_dir, engine_id)
+    return manifest

@@ -1,4 +1,4 @@
-"""`vllm-tide top`: engines, trainers and servers, live."""
+"""`vllm-tide top`: live view of engines, trainers and servers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from vllm_tide.cli import EXIT_NO, add_run_dir, fail
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says first if adaptation helps, then what servers, engines and trainers do. "
-        "Without --url only what shared memory and the trainers' status files say."
+        "Shows whether adaptation helps, then servers, engines and trainers. Without "
+        "--url it reads only shared memory and the trainers' status files."
     )
     parser.epilog = (
-        "Ctrl-C quits. Where the output is no terminal a plain screen is printed every "
-        "interval. Exit status of --once: 0, or 1 when nobody is there."
+        "Ctrl-C quits. Without a terminal a plain screen is printed every interval. "
+        "Exit status of --once: 0, or 1 without an engine, trainer or server."
     )
     add = parser.add_argument
     add_run_dir(parser)
-    text = "server whose /metrics is read, like http://localhost:8000; repeatable"
+    text = "server with /metrics to read, like http://localhost:8000; repeatable"
     add("--url", action="append", type=_address, default=[], help=text)
     text = "seconds between two samples"
     add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
     text = "sample twice, an interval apart, print one plain screen and exit"
     add("--once", action="store_true", help=text)
-    add("--json", action="store_true", help="print JSON, an object a line")
+    add("--json", action="store_true", help="print JSON, one object per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(args.interval)
             sampler.take()
             picture = make_picture(sampler.history, str(sampler.run_dir))
-            told = json.dumps(picture) if args.json else plain(picture)
-            print(told, flush=True)
+            text = json.dumps(picture) if args.json else plain(picture)
+            print(text, flush=True)
             if args.once:
                 return EXIT_NO if is_empty(picture) else 0
     return 0
@@ -67,11 +67,11 @@ def _address(text: str) -> str:
 
     with contextlib.suppress(ValueError):
         return parse_address(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no http address")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an http address")
 
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.05 <= float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is no time of at least 0.05 s")
+    raise argparse.ArgumentTypeError(f"{text} is not a time of at least 0.05 s")

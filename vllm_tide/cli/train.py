@@ -1,4 +1,4 @@
-"""`vllm-tide train`: the sidecar trainer of running engines."""
+"""`vllm-tide train`: the trainer process of running engines."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ POLL_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "JSON file or text: overrides the engine's"
+    text = "JSON file or text that overrides the engines' tide sections"
     add("--config", metavar="FILE", help=text)
-    add("--engine", metavar="ID", help="only this engine or group; else all that fit")
+    add("--engine", metavar="ID", help="this engine or group (default: all that fit)")
     add_run_dir(parser)
-    text = "directory or fsspec URL that `vllm-tide relay` writes to"
+    text = "directory or fsspec URL of `vllm-tide relay`"
     add("--spool", metavar="URL", help=text)
     text = "name of this trainer in the spool"
     add("--reader", default="trainer", metavar="NAME", help=text)
     add("--once", action="store_true", help="end after one cycle")
-    text = "wait for an engine, again when it dies"
+    text = "wait for an engine, and again after it exits"
     add("--wait", action="store_true", help=text)
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_tide.transport.process import stopped_by_signals
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    with stopped_by_signals(sys.exit):  # also while it waits for an engine
+    with stopped_by_signals(sys.exit):  # also while waiting for an engine
         return _start(args)
 
 
@@ -54,16 +54,16 @@ def _start(args: argparse.Namespace) -> int:
     except (ConfigError, DraftError, TransportError) as error:
         status = fail(error)
     if _many_ranks():
-        from vllm_tide.train.ranks import leave
+        from vllm_tide.train.ranks import exit_rank
 
-        leave(status)
+        exit_rank(status)
     return status
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_tide.transport.process import become_sidecar
+    from vllm_tide.transport.process import prepare_sidecar_process
 
-    become_sidecar()
+    prepare_sidecar_process()
     override = _override(args.config)
     ranks = None
     if _many_ranks():
@@ -82,12 +82,12 @@ def _lead(
 ) -> int:
     from vllm_tide.sidecar.loop import Sidecar, describe, logger, prepare_process
     from vllm_tide.sidecar.report import TrainerStatus, open_metrics
-    from vllm_tide.train.gpu import give_back_cache
+    from vllm_tide.train.gpu import release_cache
     from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
-    asked = override.run_dir if override is not None else None
-    run_dir = args.run_dir or (Path(asked) if asked else default_run_dir())
+    configured = override.run_dir if override is not None else None
+    run_dir = args.run_dir or (Path(configured) if configured else default_run_dir())
     spool = args.spool or (override.spool.url if override is not None else None)
     if spool is not None:
         prepare_run_dir(run_dir)
@@ -95,10 +95,10 @@ def _lead(
     prepared = False
     while True:
         feeds = _find(args, run_dir, spool, ranks)
-        assert feeds.reference is not None  # noqa: S101 - what _find waited for
+        assert feeds.reference is not None  # noqa: S101 - found by _find
         manifest = feeds.reference.manifest
         config = override or parse_tide(manifest.tide)
-        if not prepared:  # niceness adds up: once per process
+        if not prepared:  # once per process, as niceness adds up
             prepare_process(config.train, manifest.engine_id, pin=ranks is None)
             chosen = config.train
             open_metrics(chosen.metrics_port, lambda: current[0], chosen.metrics_host)
@@ -111,23 +111,22 @@ def _lead(
         logger.info("engine %s: %s", manifest.engine_id, state)
         if args.once and sidecar.paused:
             fail(
-                f"--once: training is paused in {run_dir}, so no cycle was done; give "
+                f"--once: no cycle was run, as training is paused in {run_dir}; run "
                 "`vllm-tide resume`"
             )
             return EXIT_NO
-        # Other ranks were told to end: torchrun starts them all anew.
+        # Other ranks have ended: torchrun restarts all of them.
         wait = args.wait and ranks is None and not sidecar.stopping
         if not (wait and state == "engine_gone"):
             return 0
-        # Its draft and rows would lie beside the next engine's, and what a GPU holds
-        # is not there for the server that is to come.
+        # Free draft, rows and GPU memory before the next engine starts.
         del sidecar, feeds
-        gc.collect()  # they refer to each other
-        give_back_cache()
+        gc.collect()  # reference cycles
+        release_cache()
 
 
 def _many_ranks() -> bool:
-    """True if torchrun started this process beside others; without importing torch."""
+    """Return whether torchrun started several ranks; does not import torch."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
@@ -144,19 +143,19 @@ def _override(text: str | None) -> TideConfig | None:
 def _find(
     args: argparse.Namespace, run_dir: Path, spool: str | None, ranks: Ranks | None
 ) -> Feeds:
-    """Feeds with at least one engine; a TransportError where nobody waits for one."""
+    """Return feeds with an engine; without --wait raise TransportError if none."""
     from vllm_tide.sidecar.loop import logger
-    from vllm_tide.train.distributed import BEAT_S, beat
+    from vllm_tide.train.distributed import HEARTBEAT_S, send_heartbeat
     from vllm_tide.transport.feed_spool import FIRST_SCAN_S
     from vllm_tide.transport.feeds import open_feeds
-    from vllm_tide.transport.rendezvous import NobodyThere
+    from vllm_tide.transport.rendezvous import NotRunningError
     from vllm_tide.transport.shm import TransportError
 
     folder = None if spool is not None and args.run_dir is None else run_dir
-    place = folder or "the spool"  # whose URL may hold a password
+    place = folder or "the spool"  # its URL may contain a password
     feeds = open_feeds(folder, spool, args.engine, reader=args.reader)
-    spoken = time.monotonic()
-    until = spoken + FIRST_SCAN_S
+    last_heartbeat = time.monotonic()
+    until = last_heartbeat + FIRST_SCAN_S
     feeds.poll()
     if args.wait and not len(feeds):
         logger.info("waiting for an engine in %s", place)
@@ -169,10 +168,10 @@ def _find(
             hint = "tide section, or give --run-dir, or --wait"
             if why:
                 raise TransportError(why)
-            raise NobodyThere(none + hint)
-        if ranks is not None and time.monotonic() - spoken >= BEAT_S:
-            beat(ranks)
-            spoken = time.monotonic()
+            raise NotRunningError(none + hint)
+        if ranks is not None and time.monotonic() - last_heartbeat >= HEARTBEAT_S:
+            send_heartbeat(ranks)
+            last_heartbeat = time.monotonic()
         time.sleep(POLL_S)
         feeds.poll()
     return feeds

@@ -1,7 +1,7 @@
-"""Grafana boards, Prometheus rules and their runbooks, as data of the package.
+"""Grafana boards, Prometheus rules and their runbooks, as package data.
 
-The boards complement vLLM's own "vLLM / Speculative Decoding": the same variables, tag
-and link. Every query is per replica, except where a trainer's figures are compared.
+The boards complement vLLM's "vLLM / Speculative Decoding", with the same variables, tag
+and link. Every query is per replica, except comparisons with a trainer's figures.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ FORMATS = ("grafana", "configmap", "prometheusrule")
 
 
 def contents() -> dict[str, str]:
-    """Text of every file, by name."""
+    """Return the text of every file by name."""
     here = files("vllm_tide.dashboards")
     names = (*BOARDS, ALERTS, RUNBOOKS)
     return {name: (here / name).read_text("utf-8") for name in names}
 
 
 def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
-    """Files of `vllm-tide dashboards export`, by name.
+    """Return the files of `vllm-tide dashboards export` by name.
 
     Args:
         form: `grafana`: plain files. `configmap`: the boards for Grafana's sidecar.
             `prometheusrule`: the rules for Prometheus Operator.
-        runbooks: Address of the runbooks in `runbook_url`; an anchor follows it.
-            As it is by default a `prometheusrule` has none.
+        runbooks: Base URL of `runbook_url`, to which an anchor is appended. A
+            `prometheusrule` has no `runbook_url` by default.
 
     Raises:
         KeyError: No such form.
@@ -40,10 +40,10 @@ def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
     if runbooks != RUNBOOKS:
         texts[ALERTS] = re.sub(
             rf"(?<=: ){re.escape(RUNBOOKS)}(#.*)",
-            lambda found: json.dumps(runbooks + found[1], ensure_ascii=False),
+            lambda match: json.dumps(runbooks + match[1], ensure_ascii=False),
             texts[ALERTS],
         )
-    # Nothing lies beside a rule in a cluster.
+    # In a cluster there is no file next to the rule.
     alerts = re.sub(rf"\n *runbook_url: {re.escape(RUNBOOKS)}#.*", "", texts[ALERTS])
     boards = {name: json.dumps(json.loads(texts[name])) for name in BOARDS}
     labels = {"app.kubernetes.io/name": "vllm-tide", "grafana_dashboard": "1"}
@@ -54,7 +54,7 @@ def exported(form: str = "grafana", runbooks: str = RUNBOOKS) -> dict[str, str]:
         "data": boards,
     }
     rule = (
-        "# Label it as your Prometheus' ruleSelector wants it.\n"
+        "# Add the labels that your Prometheus' ruleSelector requires.\n"
         "apiVersion: monitoring.coreos.com/v1\n"
         "kind: PrometheusRule\n"
         "metadata:\n"

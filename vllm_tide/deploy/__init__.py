@@ -1,1 +1,1 @@
-"""Decisions on served traffic: when to train, the draft that is served, going back."""
+"""Decisions on served traffic: when to train, which draft to serve, rollback."""

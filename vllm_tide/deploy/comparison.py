@@ -1,15 +1,15 @@
-"""Served speed of one draft against another's, on different requests.
+"""Comparison of the served speed of two drafts on different requests.
 
-What a user gets is tokens per second at equal batch and context: tokens over the cost
-of the decode steps that made them, in steps without drafts (`Record.cost`). Steps
-without drafts count like others and nothing is conditioned on what control chose, so a
-draft that control has to cut shorter is seen to be slower.
+The measure is tokens per second at equal batch and context: tokens over the cost of
+their decode steps, in units of steps without drafts (`Record.cost`). Steps without
+drafts count too, and nothing is conditioned on the lengths that control chose, so a
+draft with shorter lengths has a lower speed.
 
-Requests after a swap are other requests than before it, at other positions and batches.
-So each request is held against the speed of the window before in its own cells: engine
-and group, position, concurrency, cached share of the prompt. Thin cells lean on coarser
-ones (partial pooling). Both windows are requests in the order in which they *began*,
-ended or not: those that end first are the easy ones. No torch.
+Requests before and after a swap differ in position and batch. So each request is
+compared with the speed of the baseline window in the same cells: engine and group,
+position, concurrency, cached share of the prompt. Cells with little data borrow from
+coarser ones (partial pooling). Both windows have requests in the order of their
+*start*, finished or not: the first to finish are the easy ones. No torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from statistics import NormalDist
 from vllm_tide.deploy.served import Cell, ServedRequest
 
 POOL_COST = 20.0
-"""Cost (steps without drafts) of the next coarser cell in the speed of a cell."""
+"""Weight of the next coarser cell in a cell's speed (steps without drafts)."""
 MIN_COST = 16.0
-"""Cost before the swap without which a group or a concurrency cannot be compared."""
-_ONE_REQUEST = 16.0  # cost at which sampling adds as much noise as requests differ
-_PRIOR_SPREAD, _PRIOR_REQUESTS = 0.15, 4.0  # relative, of requests of one cell
+"""Minimum cost before the swap to compare a group or a concurrency."""
+_HALF_WEIGHT_COST = 16.0  # cost where sampling noise equals the spread of requests
+_PRIOR_SPREAD, _PRIOR_REQUESTS = 0.15, 4.0  # relative spread within a cell; its weight
 
 Stratum = tuple[str, int]
 Key = tuple[object, ...]
@@ -35,15 +35,15 @@ Table = dict[Key, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Speed over plain decoding after a swap against what was to be expected.
+    """Speed over plain decoding after a swap, compared with the baseline window.
 
     Attributes:
-        before: Speed of the window before at the cells of the requests compared, in
-            tokens per step without drafts.
-        change: after / before - 1, requests weighted by what they tell.
-        bound: Half width of the interval around `change` that holds at every look.
-        settled: Every request compared has ended or tells nearly all it can.
-        drafted: How many of them had a drafted token verified.
+        before: Baseline speed in the cells of the compared requests, in tokens per step
+            without drafts.
+        change: after / before - 1, requests weighted by their information.
+        bound: Half width of the confidence sequence around `change`.
+        settled: Every compared request has finished or has nearly full weight.
+        drafted: Compared requests with at least one verified draft token.
     """
 
     requests: int
@@ -57,16 +57,17 @@ class Comparison:
 
 
 def stratum_of(request: ServedRequest) -> Stratum:
-    """Requests of different strata are never compared."""
+    """Return the stratum; requests of different strata are not compared."""
     return request.engine, request.group
 
 
 class Window:
-    """Requests served before a swap: what they say of others like them.
+    """Baseline window: requests served before a swap.
 
-    A request's score is its tokens over those expected of its cells, less one. The mean
-    score of the window is that of each of its requests against the *others*: not 0, for
-    easy requests are fewer steps than they are requests. These must not grow any more.
+    A request's score is its tokens over those expected in its cells, minus one. The
+    mean score of the window compares each request with the *others*; it is not 0,
+    because easy requests have a larger share of requests than of steps. The requests
+    must not change afterwards.
     """
 
     def __init__(self, requests: Sequence[ServedRequest]) -> None:
@@ -80,17 +81,17 @@ class Window:
         every = [entry for entries in self._own.values() for entry in entries]
         spread = _squares(every) + _PRIOR_REQUESTS * _PRIOR_SPREAD**2
         self.variance = spread / max(len(every) - 1 + _PRIOR_REQUESTS, 1.0)
-        """Of a score that weighs 1."""
+        """Variance of a score of weight 1."""
 
     def mean(self, strata: Iterable[Stratum]) -> tuple[float, float]:
-        """Mean score of its requests of some strata, and the sum of their weights."""
+        """Return the mean score of the strata's requests, and the sum of weights."""
         entries = [entry for s in set(strata) for entry in self._own.get(s, ())]
         return _mean(entries)
 
     def score(
         self, request: ServedRequest, own: Mapping[Key, list[float]] | None = None
     ) -> _Score | None:
-        """Score of a request, None if nothing is like it; without its `own` part."""
+        """Return a request's score, excluding `own`; None if not comparable."""
         stratum = stratum_of(request)
         if self._sums(stratum, own)[1] < MIN_COST:
             return None
@@ -104,13 +105,13 @@ class Window:
             expected += spent * speed
         if not expected:
             return None
-        weight = cost / (cost + _ONE_REQUEST)
+        weight = cost / (cost + _HALF_WEIGHT_COST)
         return _Score(tokens / expected - 1.0, weight, expected, cost)
 
     def _speed(
         self, stratum: Stratum, cell: Cell, own: Mapping[Key, list[float]] | None
     ) -> float | None:
-        """Tokens per cost of a cell; None at a concurrency that was hardly seen."""
+        """Return tokens per cost of a cell; None at a rare concurrency."""
         speed: float | None = None
         for key in _keys(stratum, cell):
             tokens, cost = self._sums(key, own)
@@ -139,23 +140,21 @@ def compare(
     miss: float = 0.005,
     limit: int | None = None,
 ) -> Comparison | None:
-    """Compare requests with a window.
+    """Compare requests with a baseline window.
 
-    A request weighs c / (c + 16) for a cost of c, so that neither a long nor a short
-    one decides. The variance of a score comes from both sides. The interval in `bound`
-    is Robbins' normal mixture as an asymptotic confidence sequence (Waudby-Smith et al.
-    2021), valid whenever one looks, plus the error of `before`.
+    A request of cost c has weight c / (c + 16), which limits long ones. The variance of
+    a score is estimated from both sides. The interval in `bound` is Robbins' normal
+    mixture as an asymptotic confidence sequence (Waudby-Smith et al. 2021), valid at
+    every evaluation, plus the error of `before`.
 
     Args:
-        after: Requests begun with the new draft, ended or not; the first that can be
-            compared are.
-        cap: Requests at which the interval is made narrowest, about.
-        miss: Chance that the true change lies beyond one end of the interval, at
-            any look.
-        limit: Most requests compared; None: all.
+        after: Requests begun with the new draft, finished or not.
+        cap: Approximate number of requests at which the interval is narrowest.
+        miss: Probability that the true change is ever beyond one end of the interval.
+        limit: Maximum number of compared requests, first ones first; None: all.
 
     Returns:
-        None if nothing can be compared.
+        None if no request is comparable.
     """
     scores: list[_Score] = []
     strata: set[Stratum] = set()
@@ -168,36 +167,35 @@ def compare(
             scores.append(score)
             strata.add(stratum_of(request))
             drafted += request.tries > 0
-            settled &= request.ended or score.cost >= 4.0 * _ONE_REQUEST
+            settled &= request.ended or score.cost >= 4.0 * _HALF_WEIGHT_COST
     if not scores:
         return None
-    usual, known = before.mean(strata)
+    baseline, baseline_weight = before.mean(strata)
     entries = [(score.value, score.weight) for score in scores]
     value, weight = _mean(entries)
-    # What the window says of the spread is worth a few requests here.
+    # The window's variance is a prior worth a few requests.
     variance = _squares(entries) + 2.0 * _PRIOR_REQUESTS * before.variance
     variance /= len(scores) - 1 + 2.0 * _PRIOR_REQUESTS
-    base = before.variance / max(known, 1e-9)
+    base = before.variance / max(baseline_weight, 1e-9)
     bound = mixture_bound(weight, cap / 3, 2 * miss) * math.sqrt(variance)
-    beyond = NormalDist().inv_cdf(1.0 - miss)
-    speed = (
-        (1.0 + usual) * sum(s.expected for s in scores) / sum(s.cost for s in scores)
-    )
-    change = (1.0 + value) / (1.0 + usual) - 1.0
+    quantile = NormalDist().inv_cdf(1.0 - miss)
+    expected, cost = sum(s.expected for s in scores), sum(s.cost for s in scores)
+    speed = (1.0 + baseline) * expected / cost
+    change = (1.0 + value) / (1.0 + baseline) - 1.0
     return Comparison(
         requests=len(scores),
         before=speed,
         after=speed * (1.0 + change),
         change=change,
         error=math.sqrt(variance / weight + base),
-        bound=math.hypot(bound, beyond * math.sqrt(base)),
+        bound=math.hypot(bound, quantile * math.sqrt(base)),
         settled=settled,
         drafted=drafted,
     )
 
 
 def mixture_bound(weight: float, best_at: float, miss: float) -> float:
-    """Half width of an interval that holds at all sizes, narrowest at `best_at`."""
+    """Return the half width of a confidence sequence, narrowest at `best_at`."""
     log = -2.0 * math.log(miss)
     rho = (log + math.log(log + 1.0)) / max(best_at, 1.0)
     grown = weight * rho + 1.0
@@ -208,7 +206,7 @@ def mixture_bound(weight: float, best_at: float, miss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    value: float  # tokens over expected tokens, less one
+    value: float  # tokens over expected tokens, minus one
     weight: float
     expected: float
     cost: float

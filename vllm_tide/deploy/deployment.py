@@ -1,9 +1,9 @@
-"""From a better candidate to a live draft, and back when serving says otherwise.
+"""Publication of candidates, and rollback after a negative canary verdict.
 
-Keeps the master weights of every version that is served or on its way, so that a draft
-refused by an engine, or beaten by the one before, costs nothing but itself. Order of
-events for one version: `offer` publishes it, engines install it, the canary compares
-served speed, the version is kept (and stored on disk), taken back or superseded.
+Stores the master weights of every version that is served or being installed, so that a
+draft that is refused by an engine or rolled back can be replaced. Order of events for
+one version: `offer` publishes it, engines install it, the canary compares served speed,
+and the version is kept (and stored on disk), rolled back or superseded.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from vllm_tide.transport.shm import TransportError
 logger = logging.getLogger("vllm_tide.train")
 
 RETRY_S = 5.0
-"""A draft that could not be taken back is tried to be again after this (s)."""
-LOOK_SHARE = 0.003
-"""Share of the trainer's time, at most, that looking at a canary takes..."""
-MOST_PAUSE_S = 5.0
-"""... unless looks would be further apart than this (s)."""
+"""Time after which a failed publication of the base or rollback is retried (s)."""
+CANARY_TIME_SHARE = 0.003
+"""Maximum share of the trainer's time for canary evaluations, unless the interval
+between them would exceed `MAX_CANARY_INTERVAL_S`."""
+MAX_CANARY_INTERVAL_S = 5.0
 
 Master = dict[str, Tensor]
 AddEvent = Callable[..., None]
-"""Reports an event: its name, and facts by keyword."""
+"""Reports an event by name, with fields as keywords."""
 
 
 class Deployment:
-    """Decides which draft the engines serve.
+    """Controls which draft the engines serve.
 
     Args:
-        trainer: Its live draft is the one deployed last and not rolled back.
-        store: Keeps good drafts over a restart; None keeps none.
+        trainer: Its live draft is the last one deployed and not rolled back.
+        store: Stores kept drafts for a restart; None: no store.
 
     Attributes:
-        published: Newest version published; 0 if none was.
-        good: The version that a rollback goes back to.
+        published: Newest published version; 0 without one.
+        good: The version that a rollback restores: the last one kept and installed.
     """
 
     def __init__(
@@ -69,44 +69,44 @@ class Deployment:
         self._feeds, self._trainer, self._add_event = feeds, trainer, add_event
         self._store, self._served = store, served
         self.canary, self._config = Canary(config.deploy), config.deploy
-        self._next_look = 0.0  # monotonic (s)
-        self._requests = 0  # since the last publication, like the next
+        self._next_evaluation = 0.0  # monotonic (s)
+        self._requests = 0  # since the last publication
         self._published_at = -math.inf  # monotonic (s)
         self.published = self.installed = 0
         self.publications = self.refusals = 0
         self.last_publish_unix: float | None = None
         self._masters: dict[int, Master] = {0: trainer.snapshot()}
         self._figures: dict[int, dict[str, Any]] = {}
-        self.good = 0  # the version to go back to: the last one kept and installed
-        self._superseded: tuple[int, Master] | None = None  # good before the good one
-        self._put_back: set[int] = set()
+        self.good = 0
+        self._superseded: tuple[int, Master] | None = None  # `good` before the last
+        self._republished: set[int] = set()
         self._stored: dict[int, StoredDraft] = {}
         self._seen: dict[str, EngineVersions] = {}
         self._refused: set[int] = set()
-        self._undone: Verdict | None = None  # a rollback that no engine could be sent
+        self._pending: Verdict | None = None  # rollback not yet sent to any engine
         self._retry_at = 0.0
 
     def adopt(self) -> None:
-        """After a restart: go on from what the engines hold, else from the store.
+        """Resume after a restart from the engines' draft, else from the store.
 
-        Where an engine serves a version whose weights are nowhere, the last stored one
-        is put in its place, or the checkpoint's: what is served has to be known.
+        If an engine serves a version with unknown weights, the last stored draft or the
+        checkpoint's is published in its place.
         """
         newest = self._feeds.latest()
         serving = max((v.installed for v in self._feeds.versions().values()), default=0)
         if newest is not None:
-            self._take_over(newest.version, master_of(newest))
+            self._adopt_version(newest.version, master_of(newest))
             return
         stored = None if self._store is None else self._store.newest()
-        if stored is None and not serving and not self._feeds.found_fast:
+        if stored is None and not serving and not self._feeds.has_fast_draft:
             return
         if serving and (stored is None or stored.version != serving):
-            logger.warning("the weights of version %d are lost", serving)
+            logger.warning("no weights of served version %d are available", serving)
         tensors, number = self._masters[0], 0
         if stored is not None:
             tensors, number = stored.master, stored.version
         try:
-            version = self.put_back(tensors, {"restored": number})
+            version = self.republish(tensors, {"restored": number})
         except TransportError as error:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
@@ -114,14 +114,14 @@ class Deployment:
             self._stored[version] = stored
         self._add_event("restored", version=version, stored=number)
 
-    def put_back(self, master: Master, facts: dict[str, Any]) -> int:
-        """Publish weights that have been tried before, and go on from them.
+    def republish(self, master: Master, facts: dict[str, Any]) -> int:
+        """Publish weights of an earlier version and continue training from them.
 
         Raises:
-            TransportError: No engine could be sent them; nothing is changed.
+            TransportError: They were sent to no engine; nothing is changed.
         """
         version = self._publish(facts, master=master)
-        self._put_back.add(version)
+        self._republished.add(version)
         return version
 
     def observe(self, request: ServedRequest) -> None:
@@ -129,47 +129,47 @@ class Deployment:
         self.canary.observe(request)
 
     def tick(self) -> None:
-        """Read what the engines did; carry out the canary's verdict."""
+        """Read the engines' versions; execute the canary's verdict."""
         versions = self._feeds.versions()
-        for engine, told in versions.items():
+        for engine, state in versions.items():
             before = self._seen.get(engine)
-            self._seen[engine] = told
-            if before is None or told.installed != before.installed:
-                self._installed(engine, told, first=before is None)
+            self._seen[engine] = state
+            if before is None or state.installed != before.installed:
+                self._on_install(engine, state, first=before is None)
         for engine in [e for e in self._seen if e not in versions]:
             del self._seen[engine]
             self.canary.forget(engine)
         self._read_refusals(versions)
-        if self._undone is not None:
+        if self._pending is not None:
             if time.monotonic() >= self._retry_at:
-                self._roll_back(self._undone)
+                self._roll_back(self._pending)
             return
-        self._look()
+        self._evaluate_canary()
         verdict = self.canary.poll()
         if verdict is not None and verdict.decision == "rollback":
             self._roll_back(verdict)
         elif verdict is not None:
             self._keep(verdict.version, verdict.reason)
 
-    def _look(self) -> None:
-        """Let the canary decide, also on requests that have not ended."""
-        if self.canary.undecided and time.monotonic() >= self._next_look:
+    def _evaluate_canary(self) -> None:
+        """Evaluate the canary, including unfinished requests."""
+        if self.canary.undecided and time.monotonic() >= self._next_evaluation:
             began = time.thread_time()
-            self.canary.look(self._served.open_requests())
+            self.canary.evaluate(self._served.open_requests())
             spent = time.thread_time() - began
-            pause = min(spent / LOOK_SHARE, MOST_PAUSE_S)
-            self._next_look = time.monotonic() + pause
+            interval = min(spent / CANARY_TIME_SHARE, MAX_CANARY_INTERVAL_S)
+            self._next_evaluation = time.monotonic() + interval
 
     def offer(self, result: CycleResult, now: float) -> None:
-        """A cycle was judged: publish its candidate if everything allows it.
+        """Publish the candidate of a judged cycle if gate, canary and spacing allow it.
 
-        A candidate that has to wait, or that no engine could be sent, is not lost:
-        training goes on from it. `now` is monotonic (s).
+        Otherwise, or if it was sent to no engine, training continues from it. `now` is
+        monotonic (s).
         """
         self.canary.cycle_done()
         if not (result.publish and self.canary.may_publish and self._apart(now)):
             return
-        if self._undone is not None:
+        if self._pending is not None:
             return
         facts = {
             "holdout_acceptance_new": _figure(result.new),
@@ -186,40 +186,39 @@ class Deployment:
         except TransportError as error:
             self._add_event("unpublished", reason=str(error))
 
-    def go_back(self, reason: str) -> dict[str, int]:
-        """An operator's command: serve the draft before the newest one again.
+    def rollback(self, reason: str) -> dict[str, int]:
+        """Publish the draft before the newest one again (command of an operator).
 
-        One under canary gives way to the one that was kept before it; a kept one to the
-        one before that, as far as it is known or stored. What is gone back from is not
-        offered at the next start either, and publishing waits as after any rollback.
+        A draft under canary is replaced by the one kept before it, a kept one by the
+        one kept before that, if known or stored. The rejected draft is removed from the
+        store, and publication waits as after any rollback.
 
         Returns:
-            `version` gone back from, `to` it went, and the number it is `served_as`.
+            Rolled-back `version`, restored version `to`, its new number `served_as`.
 
         Raises:
-            TransportError: There is nothing to go back to, or no engine could be sent
-                it: what serves is not changed, but it is stored no longer.
+            TransportError: There is no earlier draft, or it was sent to no engine. The
+                served draft is not changed, but it is removed from the store.
         """
         bad, live = self.published, self._trainer.live_tensors()
         to, master = self._before(bad, live)
         if self._store is not None:
-            # By what they hold: numbers begin anew with every server. And first: who is
-            # killed after the other has the next server begin with them.
+            # Compare weights, as version numbers restart with every server. First, so
+            # that a kill in between leaves no rejected draft for the next server.
             for stored in list(self._store.drafts()):
-                if stored.holds(live):
+                if stored.has_weights(live):
                     self._store.drop(stored)
-        served_as = self.put_back(
-            master, {"rollback_of": bad, "to": to, "reason": reason}
-        )
-        self._undone = self._superseded = None
+        facts = {"rollback_of": bad, "to": to, "reason": reason}
+        served_as = self.republish(master, facts)
+        self._pending = self._superseded = None
         self._masters.pop(bad, None)
         self.good = served_as
-        self.canary.overruled(bad)
+        self.canary.reject(bad)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 
     def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
-        """The draft that a version took the place of.
+        """Return the draft that a version replaced.
 
         Raises:
             TransportError: It is not known.
@@ -229,19 +228,19 @@ class Deployment:
         if self._superseded is not None:
             return self._superseded
         for stored in () if self._store is None else self._store.drafts():
-            if not stored.holds(live):
+            if not stored.has_weights(live):
                 return stored.version, stored.master
         raise TransportError(
-            f"no draft from before version {version} is known: nothing was rolled back"
+            f"no draft before version {version} is known: nothing was rolled back"
             if version
-            else "no draft has been published: there is nothing to go back to"
+            else "no draft has been published: there is nothing to roll back"
         )
 
     @property
     def waiting_for(self) -> str:
-        """Why a better draft would not be published now; empty if it would."""
-        if self._undone is not None:
-            return "a rollback that no engine could be sent"
+        """Reason why no draft can be published now; empty if one can."""
+        if self._pending is not None:
+            return "a rollback that no engine has received yet"
         if self.canary.backoff:
             return f"{self.canary.backoff} cycles after a rollback"
         if not self.canary.may_publish:
@@ -258,32 +257,32 @@ class Deployment:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        found = self.canary.comparison
+        result = self.canary.comparison
         return {
             "canary": {
                 "undecided": self.canary.undecided,
                 "rollbacks": self.canary.rollbacks,
                 "backoff_cycles": self.canary.backoff,
-                "requests": getattr(found, "requests", 0),
-                "speed_before": getattr(found, "before", None),
-                "speed_after": getattr(found, "after", None),
-                "change": getattr(found, "change", None),
-                "error": getattr(found, "error", None),
+                "requests": getattr(result, "requests", 0),
+                "speed_before": getattr(result, "before", None),
+                "speed_after": getattr(result, "after", None),
+                "change": getattr(result, "change", None),
+                "error": getattr(result, "error", None),
             },
-            "engines": {engine: asdict(told) for engine, told in self._seen.items()},
+            "engines": {engine: asdict(state) for engine, state in self._seen.items()},
         }
 
-    def _take_over(self, version: int, master: Master) -> None:
+    def _adopt_version(self, version: int, master: Master) -> None:
         self._trainer.restore(master)
         self._masters[version] = self._trainer.snapshot()
         self.published = self.installed = self.good = version
-        self._put_back.add(version)
+        self._republished.add(version)
 
     def _publish(self, facts: dict[str, Any], master: Master | None = None) -> int:
-        """Send the candidate, or other weights; they are the trainer's live draft then.
+        """Publish the candidate, or `master`, and make it the trainer's live draft.
 
         Raises:
-            TransportError: No engine could be sent them; nothing is changed.
+            TransportError: They were sent to no engine; nothing is changed.
         """
         trainer = self._trainer
         version = self._feeds.publish(
@@ -296,10 +295,10 @@ class Deployment:
         else:
             trainer.restore(master)
         self._masters[version] = trainer.snapshot()
-        # A draft is fp32 here: of what was published only these can be gone back to.
-        kept = {self.good, self.installed, version}
-        self._masters = {v: m for v, m in self._masters.items() if v in kept}
-        self._figures = {v: f for v, f in self._figures.items() if v in kept}
+        # Masters are fp32: keep only versions that may be restored.
+        needed = {self.good, self.installed, version}
+        self._masters = {v: m for v, m in self._masters.items() if v in needed}
+        self._figures = {v: f for v, f in self._figures.items() if v in needed}
         self._figures[version] = facts
         self.published = version
         self.publications += 1
@@ -308,16 +307,16 @@ class Deployment:
         self._add_event("publish", version=version, **facts)
         return version
 
-    def _installed(self, engine: str, told: EngineVersions, *, first: bool) -> None:
-        version = told.installed
+    def _on_install(self, engine: str, state: EngineVersions, *, first: bool) -> None:
+        version = state.installed
         if version not in self._masters:
             return
         self.installed = max(self.installed, version)
-        if version in self._put_back:
+        if version in self._republished:
             self.good = version
-            # No request will begin with a draft that was under canary here.
+            # No further request begins with a draft under canary on this engine.
             self.canary.forget(engine)
-        if version == 0 or first or version in self._put_back:
+        if version == 0 or first or version in self._republished:
             return
         if self._config.canary:
             self.canary.begin(engine, version)
@@ -333,34 +332,34 @@ class Deployment:
         for old in [v for v in self._masters if v < version]:
             del self._masters[old]
         self._add_event("keep", version=version, reason=reason)
-        # A newer one may be on its way: then that one is stored, if it is kept.
+        # If a newer one is published already, that one is stored when it is kept.
         if self._store is None or version != self.published:
             return
         try:
             self._store.put(
                 self._trainer.live_tensors(),
                 version,
-                held_out=self._figures.get(version),
+                holdout=self._figures.get(version),
                 served={"reason": reason},
             )
         except (OSError, DraftError) as error:
-            logger.error("the draft was not stored: %s", error)
+            logger.error("draft version %d was not stored: %s", version, error)
 
     def _roll_back(self, verdict: Verdict) -> None:
         facts = {"rollback_of": verdict.version, "to": self.good}
         good = self._masters.get(self.good)
         if good is None:
-            why = "the weights to go back to are not known to this process"
+            why = "this process has no weights of the version to restore"
             self._add_event("unpublished", **facts, reason=why)
             return
         try:
-            self.put_back(good, facts | {"reason": verdict.reason})
+            self.republish(good, facts | {"reason": verdict.reason})
         except TransportError as error:
-            if self._undone is None:
+            if self._pending is None:
                 self._add_event("unpublished", **facts, reason=str(error))
-            self._undone, self._retry_at = verdict, time.monotonic() + RETRY_S
+            self._pending, self._retry_at = verdict, time.monotonic() + RETRY_S
             return
-        self._undone = None
+        self._pending = None
         self._masters.pop(verdict.version, None)
         self._add_event(
             "rollback",
@@ -371,20 +370,20 @@ class Deployment:
         )
 
     def _read_refusals(self, versions: dict[str, EngineVersions]) -> None:
-        """A version that no engine took is not a draft to go on from."""
+        """Return to an earlier draft if all engines refused the newest version."""
         newest = self.published
         if not newest or newest in self._refused or newest not in self._masters:
             return
-        told = [v for v in versions.values() if v.published >= newest]
-        if not told or any(v.refused != newest for v in told):
+        states = [v for v in versions.values() if v.published >= newest]
+        if not states or any(v.refused != newest for v in states):
             return
         self._refused.add(newest)
         self.refusals += 1
         self._masters.pop(newest, None)
-        serving = max((v.installed for v in told), default=0)
+        serving = max((v.installed for v in states), default=0)
         back = serving if serving in self._masters else self.good
         self._add_event(
-            "refused", version=newest, reason=told[0].refused_reason, back_to=back
+            "refused", version=newest, reason=states[0].refused_reason, back_to=back
         )
         if self.good == newest:
             self.good = back
@@ -397,12 +396,12 @@ class Deployment:
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:
-    found = math.nan if evaluation is None else evaluation.acceptance()
-    return found if math.isfinite(found) else None
+    value = math.nan if evaluation is None else evaluation.acceptance()
+    return value if math.isfinite(value) else None
 
 
 def master_of(publication: Publication) -> Master:
-    """Tensors of a publication under EAGLE-3 names."""
+    """Return the tensors of a publication by EAGLE-3 name."""
     tensors = {}
     for name, item in publication.tensors.items():
         raw = torch.from_numpy(item.data.copy())
@@ -412,7 +411,7 @@ def master_of(publication: Publication) -> Master:
 
 
 def as_wire(tensors: Master) -> dict[str, tuple[str, tuple[int, ...], Any]]:
-    """Tensors as `Feeds.publish` takes them: dtype, shape, bytes."""
+    """Convert tensors to the arguments of `Feeds.publish`: dtype, shape, bytes."""
     return {
         name: (
             str(value.dtype).removeprefix("torch."),

@@ -1,17 +1,17 @@
-"""A fast draft over the deployed one, trained on requests while they run.
+"""The fast draft: a copy of the deployed draft, trained on running requests.
 
-`tide.test_time.adapt: shared` steps on new rows of all long requests. Rows are scored
-before they are learnt from (prequential: Dawid 1984), the fast draft that is served
-against its base: it is published once it is better, newer ones while it stays so, and
-the base again when it does not, when no long request is left, in a pause and at the
-end. What it has learnt fades, and is gone with its base.
+`tide.test_time.adapt: shared` trains on new rows of all long requests. Rows are scored
+before they are trained on (prequential: Dawid 1984), with the served fast draft and its
+base. The fast draft is published once it is better, and updated while it stays better.
+The base is published again when it is not, when no long request is left, in a pause and
+at the end. Its changes decay, and are dropped when the base changes.
 
 `exact` is algorithm 1 of Test-Time Speculation (arXiv 2605.09329): one request, the
-tokens drafted last with those rejected, KL to the target weighted by position, one step
-of Adam, the base again at the request's end. Every step is served.
+last drafted tokens including rejected ones, KL to the target weighted by position, one
+step of Adam, and the base again at the request's end. Every step is published.
 
-The base, `Trainer.live`, is only read. One thread, that of the trainer's loop; a tick
-makes one step at most, also amid a training cycle.
+The base, `Trainer.live`, is only read. Runs in the thread of the trainer's loop; a tick
+runs at most one step, also within a training cycle.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_tide.draft.delta import RANK, apply, factors, fingerprint
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.evaluate import FORMS
-from vllm_tide.train.gpu import Shortage, give_back_cache, lacks_memory
+from vllm_tide.train.gpu import MemoryBackoff, is_out_of_memory, release_cache
 from vllm_tide.train.packing import PackedBatch, pack
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, Work
@@ -47,17 +47,17 @@ logger = logging.getLogger("vllm_tide.train")
 RATES = {"shared": 1e-3, "exact": 3e-4}
 """Learning rate of AdamW."""
 STRIDES = {"shared": 64, "exact": 10}
-"""Where `tide.test_time.stride` is null: new tokens, verify steps."""
+"""Default of `tide.test_time.stride`: new tokens, verify steps."""
 HALF_LIFE_ROWS = 8192
-"""Rows learnt from after which half of what was learnt is left (`shared`)."""
+"""Trained rows after which earlier changes are halved (`shared`)."""
 SCORE_HALF_LIFE = 512
-"""Rows scored after which a score counts half."""
+"""Scored rows after which the weight of a score is halved."""
 MIN_SCORES, ERRORS = 4, 2.0
-"""Scores, and standard errors above zero, that publish a fast draft."""
-LONGEST_STEP_S = 60.0
-"""Seconds that a step is taken to have lasted, most."""
+"""Scores, and standard errors above zero, needed to publish a fast draft."""
+MAX_STEP_S = 60.0
+"""Upper limit of the measured time of a step (s)."""
 CONTEXT_ROWS = 256
-"""Rows before the new ones, most."""
+"""Maximum context rows before the new ones."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Gain:
     count: int = 0
 
     def add(self, rows: float, total: float) -> None:
-        """Rows of one request, and what they gained together (tokens)."""
+        """Add rows of one request and the sum of their gains (tokens)."""
         keep = 0.5 ** (rows / SCORE_HALF_LIFE)
         self.rows = keep * self.rows + rows
         self.total = keep * self.total + total
@@ -96,11 +96,10 @@ class Gain:
 
 
 class FastStep(TrainStep):
-    """Steps of AdamW alone on forward KL.
+    """Training steps of a fast draft: AdamW on forward KL.
 
     Attributes:
-        drafting: Row whose chain of drafts is trained, and nothing else; None trains
-            every row.
+        drafting: The only row to train, with its chain of drafts; None: all rows.
     """
 
     drafting: int | None = None
@@ -113,21 +112,21 @@ class FastStep(TrainStep):
         if not taught:
             return None
         at = torch.tensor([row])
-        # A teacher may be missing amid the chain.
+        # A teacher may be missing within the chain.
         trained = [torch.arange(int(i in taught)) for i in range(taught[-1] + 1)]
         return self._work(batch, [StepRows(at, loss) for loss in trained])
 
 
 class FastDraft:
-    """At most one fast draft, of the draft that is deployed.
+    """Trains and publishes the fast draft, at most one at a time.
 
     Args:
-        overrides: `tide` stands in the place of all engines' sections (`--config`).
+        overrides: `tide` replaces the sections of all engines (`--config`).
 
     Attributes:
-        draft: None while there is nothing to learn from.
-        gain: Over the base, of the one that is served, else of `draft`.
-        served: As it was published last; None while the base is.
+        draft: None without a request to train on.
+        gain: Gain of `served`, else of `draft`, over the base.
+        served: The last published fast draft; None while the base is served.
         steps: Optimizer steps of all fast drafts so far.
     """
 
@@ -141,31 +140,31 @@ class FastDraft:
         *,
         overrides: bool = False,
     ) -> None:
-        self._knobs, self._how = tide.test_time, tide.test_time.adapt
+        self._knobs, self._mode = tide.test_time, tide.test_time.adapt
         self._overrides = overrides
         self._trainer, self._feeds = trainer, feeds
         self._deployment, self._add_event = deployment, add_event
-        # The sidecar's: it knows the share of a GPU.
+        # The trainer's config has `gpu_share` filled in.
         self._config: TrainConfig = trainer.config
-        self._stride = tide.test_time.stride or STRIDES.get(self._how, 1)
-        self._shortage = Shortage(self._config)
+        self._stride = tide.test_time.stride or STRIDES.get(self._mode, 1)
+        self._memory_backoff = MemoryBackoff(self._config)
         self.steps = 0
         self._next_step = self._next_return = 0.0  # monotonic (s)
-        self._told = False  # that the base could not be given back
+        self._send_failed = False  # logged already
         self._base = -1
-        self._sent_on: dict[str, str] = {}  # by engine: fingerprint of the base last
+        self._sent_on: dict[str, str] = {}  # by engine: fingerprint of the last base
         self._long: dict[int, int] = {}
         self._forget()
 
     def _forget(self) -> None:
         self.draft: Eagle3Draft | None = None
-        self._fingerprint = ""  # of the base, as engines hold it
+        self._fingerprint = ""  # of the base, as engines have it
         self._step: FastStep | None = None
-        self.served: Eagle3Draft | None = None  # as it was published last
+        self.served: Eagle3Draft | None = None
         self._sent_at = self.steps
         self.gain = Gain()
-        # By request, the one whose turn is longest ago first: position up to which it
-        # is learnt from, with `exact` its verify steps.
+        # By request, least recently trained first: position up to which it is trained
+        # on, with `exact` the number of its verify steps.
         self._upto: dict[int, int] = {}
 
     @property
@@ -175,36 +174,35 @@ class FastDraft:
             state = "serving"
         known = self.gain.count >= MIN_SCORES
         return {
-            "state": "off" if self._how == "off" else state,
+            "state": "off" if self._mode == "off" else state,
             "gain": self.gain.mean if known else None,
             "steps": self.steps,
             "requests": len(self._upto),
         }
 
     def tick(self, now: float, *, paused: bool) -> None:
-        """Learn if there is something new, and see that the right draft is served.
+        """Train on new rows, and publish the fast draft or the base as needed.
 
-        Never raises for a lack of memory: what was learnt is given up then. `now` is
-        monotonic (s).
+        Out of memory drops the fast draft and does not raise. `now` is monotonic (s).
         """
-        if self._how == "off":
+        if self._mode == "off":
             return
         try:
-            # A cycle may be amid an evaluation, which keeps no gradients.
+            # The caller may be in an evaluation, under no_grad.
             with torch.inference_mode(False), torch.enable_grad():
-                self._tick(now, paused or self._shortage.resting(now))
-        except (DraftError, torch.linalg.LinAlgError) as error:  # no finite change
+                self._tick(now, paused or self._memory_backoff.is_paused(now))
+        except (DraftError, torch.linalg.LinAlgError) as error:  # not finite
             self.drop(str(error))
         except RuntimeError as error:
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            error.__traceback__ = None  # it holds the step's frames, so its tensors
+            error.__traceback__ = None  # it references the step's tensors
             self.drop("out of memory")
-            give_back_cache()
-            self._shortage.cycle_done(True, time.monotonic())
+            release_cache()
+            self._memory_backoff.cycle_done(True, time.monotonic())
 
     def drop(self, reason: str) -> None:
-        """Forget all that was learnt; the next tick gives the base back."""
+        """Drop the fast draft; the next tick publishes the base."""
         if self.served is not None:
             facts = {"gain": self.gain.mean, "steps": self.steps, "reason": reason}
             self._add_event("given_back", base=self._base, **facts)
@@ -212,12 +210,12 @@ class FastDraft:
         self._forget()
 
     def stop(self) -> None:
-        """Give the base back, if that can be."""
+        """Drop the fast draft and publish the base; log an error if that fails."""
         try:
             self.drop("the trainer stops")
-            self._give_back(time.monotonic(), self._feeds.versions())
+            self._republish_base(time.monotonic(), self._feeds.versions())
         except (RuntimeError, TransportError) as error:
-            logger.error("the base could not be given back at the end: %s", error)
+            logger.error("base of the fast draft not published at exit: %s", error)
 
     def _tick(self, now: float, idle: bool) -> None:
         least = self._knobs.min_tokens
@@ -230,101 +228,98 @@ class FastDraft:
         self._base = base
         if self._long and now >= self._next_step:
             began = time.monotonic()
-            if self._learn():
-                # As long for everything else, and within the share of a shared GPU.
-                # A process that was stopped amid it does not rest for that, too.
-                spent = min(time.monotonic() - began, LONGEST_STEP_S)
+            if self._train():
+                # Half of the time is for everything else, within a GPU's share. The
+                # limit ignores the time of a process that was stopped within a step.
+                spent = min(time.monotonic() - began, MAX_STEP_S)
                 share = self._config.gpu_share or 1.0
                 self._next_step = began + 2 * spent / share
-                if turns := self._trainer.turns:
-                    turns.worked(began, spent)
+                if budget := self._trainer.gpu_budget:
+                    budget.add_busy(began, spent)
         versions = self._feeds.versions()
-        # One that holds another base bit by bit (`base`) is left out, and no more.
+        # An engine with a different base (reason `base`) is only left out.
         if any(
-            told.adaptation == "refused" and not _is_of_another(told)
-            for told in versions.values()
+            state.adaptation == "refused" and not _has_other_base(state)
+            for state in versions.values()
         ):
             self.drop("an engine refused it")
             self._next_step = now + RETRY_S
         if self.draft is not None and self._is_better():
             self._publish(versions)
-        self._give_back(now, versions)
+        self._republish_base(now, versions)
 
     def _ended(self) -> bool:
-        """True if no request is left to go on with."""
-        if self._how == "exact":
+        """Return whether no request is left to train on."""
+        if self._mode == "exact":
             return not self._upto.keys() <= self._long.keys()
         return not self._long
 
-    def _learn(self) -> bool:
-        """Score what is new, then make a step on it; False if there was nothing."""
+    def _train(self) -> bool:
+        """Score new rows, then run a step on them; return whether there were any."""
         self._upto = {k: n for k, n in self._upto.items() if k in self._long}
-        samples = self._canvas() if self._how == "exact" else self._new_rows()
+        exact = self._mode == "exact"
+        samples = self._last_verify_step() if exact else self._new_rows()
         if not samples:
             return False
-        if self._how == "shared":
+        if self._mode == "shared":
             self._score(samples)
         step = self._begin()
         if not self._trainer.live.vocab.is_identity:
-            samples = [self._marked(sample) for sample in samples]
-        if self._how == "exact":
+            samples = [self._mark_vocab(sample) for sample in samples]
+        if exact:
             step.drafting = samples[0].loss_from - samples[0].start - 1
         else:
             samples = [sample for sample in samples if sample.num_trained]
         if samples and step.run(pack(samples, branches=False)) is not None:
             self.steps += 1
-            self._shortage.cycle_done(False, time.monotonic())
-            if self._how == "shared":
-                self._fade(sum(sample.num_trained for sample in samples))
+            self._memory_backoff.cycle_done(False, time.monotonic())
+            if self._mode == "shared":
+                self._decay(sum(sample.num_trained for sample in samples))
         return True
 
     def _new_rows(self) -> list[Sample]:
-        """New rows of long requests, as many as a batch holds; none below a stride."""
-        room = self._config.batch_tokens
-        most, context = room // 4, min(CONTEXT_ROWS, room // 8)
-        first = {k: max(self._upto.get(k, 0), n - most) for k, n in self._long.items()}
+        """Return new rows of long requests up to a batch; none below the stride."""
+        free = self._config.batch_tokens
+        limit, context = free // 4, min(CONTEXT_ROWS, free // 8)
+        first = {k: max(self._upto.get(k, 0), n - limit) for k, n in self._long.items()}
         if sum(n - self._upto.get(k, 0) for k, n in self._long.items()) < self._stride:
             return []
-        found = []
+        samples: list[Sample] = []
         others = [key for key in self._long if key not in self._upto]
         for key in [*others, *self._upto]:
             end, since = self._long[key], first[key]
             if end <= since:
                 continue
-            if (room := room - (end - since + context)) < 0:
+            if (free := free - (end - since + context)) < 0:
                 break
             self._upto.pop(key, None)
             self._upto[key] = end
-            found += self._trainer.assembler.window(key, since, context)
+            samples += self._trainer.assembler.window(key, since, context)
         size = self._trainer.target.vocab_size
-        return [sample for sample in found if sample.why_unusable(size) is None]
+        return [sample for sample in samples if sample.why_unusable(size) is None]
 
-    def _canvas(self) -> list[Sample]:
-        """The last verify step of the one request, when it is its turn."""
+    def _last_verify_step(self) -> list[Sample]:
+        """Return the last verify step of the request, once per stride."""
         assembler = self._trainer.assembler
         key = next(iter(self._upto), next(iter(self._long)))
-        rounds, last = assembler.rounds(key), self._upto.setdefault(key, 0)
-        if rounds < last:  # it was closed early, and goes on
+        count, last = assembler.num_verify_steps(key), self._upto.setdefault(key, 0)
+        if count < last:  # the document was closed early and restarted
             last = 0
-        if rounds - last < self._stride:
+        if count - last < self._stride:
             return []
-        self._upto[key] = rounds
-        found = assembler.canvas(key, CONTEXT_ROWS)
+        self._upto[key] = count
+        sample = assembler.last_verify_step(key, CONTEXT_ROWS)
         size = self._trainer.target.vocab_size
-        if found is None or found.why_unusable(size):
+        if sample is None or sample.why_unusable(size):
             return []
-        return [found]
+        return [sample]
 
-    def _marked(self, sample: Sample) -> Sample:
-        """Marks rows that the draft can say; behind a drafted row by their teacher."""
+    def _mark_vocab(self, sample: Sample) -> Sample:
+        """Set `in_vocab`; for rows after the drafting row, by the teacher's argmax."""
         members, target = self._trainer.live.vocab.t2d, self._trainer.target
         marked = sample.in_vocabulary(members)
-        hidden, topk, known = (
-            sample.teacher_hidden,
-            sample.teacher_topk,
-            marked.in_vocab,
-        )
-        if self._how == "exact" and known is not None:
+        hidden, topk = sample.teacher_hidden, sample.teacher_topk
+        if self._mode == "exact" and (known := marked.in_vocab) is not None:
             rows = slice(sample.loss_from - sample.start, None)
             if topk is not None:
                 known[rows] = members[topk.ids[rows, 0].long()]
@@ -336,11 +331,11 @@ class FastDraft:
     def _begin(self) -> FastStep:
         if self._step is not None:
             return self._step
-        trainer, exact = self._trainer, self._how == "exact"
+        trainer, exact = self._trainer, self._mode == "exact"
         draft = trainer.live.clone()
-        if not exact:  # the gain is in the layer
+        if not exact:  # the layer has most of the gain
             draft.tensor("lm_head.weight").requires_grad_(False)
-        changes = {"loss": {"forward_kl": 1.0}, "learning_rate": RATES[self._how]}
+        changes = {"loss": {"forward_kl": 1.0}, "learning_rate": RATES[self._mode]}
         config = self._config.model_copy(update=changes)
         if exact:
             config = config.model_copy(update={"ttt_steps": trainer.depth})
@@ -349,17 +344,17 @@ class FastDraft:
         return step
 
     def _score(self, samples: list[Sample]) -> None:
-        """Compare the draft that is served, or would be, with the base."""
+        """Compare the served fast draft, else the trained one, with the base."""
         judged = self.served or self.draft
         if judged is None or self.served is None and self.steps == self._sent_at:
-            return  # it is the base
+            return  # the draft equals the base
         trainer, column = self._trainer, 1 + FORMS.index(self._trainer.metric)
         new = trainer.evaluate(judged, samples=samples).requests
         old = trainer.evaluate(trainer.live, samples=samples).requests
         for key, row in new.items():
             before, after = old[key][column], row[column]
             if row[0] and math.isfinite(before):
-                # What is no number accepts nothing.
+                # A non-finite score counts as no accepted token.
                 after = after if math.isfinite(after) else 0.0
                 self.gain.add(row[0], after - before)
         gain = self.gain
@@ -370,78 +365,76 @@ class FastDraft:
             self._upto = upto
 
     @torch.no_grad()
-    def _fade(self, rows: int) -> None:
-        assert self.draft is not None  # noqa: S101 - it has just made a step
-        base, lost = (
-            self._trainer.live.named_tensors(),
-            1 - 0.5 ** (rows / HALF_LIFE_ROWS),
-        )
+    def _decay(self, rows: int) -> None:
+        assert self.draft is not None  # noqa: S101 - set by the step
+        base = self._trainer.live.named_tensors()
+        share = 1 - 0.5 ** (rows / HALF_LIFE_ROWS)
         for name, value in self.draft.named_tensors().items():
-            value.lerp_(base[name], lost)
+            value.lerp_(base[name], share)
 
     def _is_better(self) -> bool:
-        """True if `draft` should be served, also in the place of an older one."""
-        if self.steps == self._sent_at or self._how == "exact" or self.served:
+        """Return whether `draft` should be published, also to replace an older one."""
+        if self.steps == self._sent_at or self._mode == "exact" or self.served:
             return self.steps > self._sent_at
         gain = self.gain
         return gain.count >= MIN_SCORES and gain.mean > ERRORS * gain.error
 
     def tensors_to_send(self, draft: Eagle3Draft) -> dict[str, Tensor]:
-        """All tensors of a publication, by the names that engines know."""
+        """Return all tensors of a publication by checkpoint name."""
         out = export_tensors(draft, stored_names=True)
         out.pop("t2d", None)
         return out
 
     def _change(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The change that is published, and the draft that engines make of it."""
+        """Return the change to publish, and the tensors that engines get from it."""
         live = self._trainer.live
         if not self._fingerprint:
             self._fingerprint = fingerprint(self.tensors_to_send(live))
-        assert self.draft is not None  # noqa: S101 - it is better
-        held, learnt = live.named_tensors(), self.draft.named_tensors()
+        assert self.draft is not None  # noqa: S101 - checked by caller
+        base, trained = live.named_tensors(), self.draft.named_tensors()
         if not live.owns_lm_head:
-            held.pop("lm_head.weight", None), learnt.pop("lm_head.weight", None)
-        # A step of Adam has any rank: `exact` sends all that it has changed, whole.
-        rank = sum(map(sum, (t.shape for t in held.values())))
-        found = factors(held, learnt, rank if self._how == "exact" else RANK)
-        made = apply(held, found)
+            base.pop("lm_head.weight", None), trained.pop("lm_head.weight", None)
+        # A step of Adam can have full rank: `exact` sends changed tensors unfactored.
+        rank = sum(map(sum, (t.shape for t in base.values())))
+        change = factors(base, trained, rank if self._mode == "exact" else RANK)
+        applied = apply(base, change)
         names = live.stored_names
-        told = {}
-        for key, tensor in found.items():
+        renamed = {}
+        for key, tensor in change.items():
             name, dot, factor = key.rpartition(".")
-            if key in held or factor not in ("u", "v"):
+            if key in base or factor not in ("u", "v"):
                 name, dot, factor = key, "", ""
-            told[names.get(name, name) + dot + factor] = tensor
-        return told, made
+            renamed[names.get(name, name) + dot + factor] = tensor
+        return renamed, applied
 
-    def _holds(self, told: EngineVersions) -> bool:
-        """True if an engine serves the base, or a fast draft of it, and goes on to."""
-        on_its_way = told.published not in (self._base, told.refused)
-        return told.installed == self._base and not on_its_way
+    def _serves_base(self, state: EngineVersions) -> bool:
+        """Return whether an engine serves the base or a fast draft of it."""
+        is_swapping = state.published not in (self._base, state.refused)
+        return state.installed == self._base and not is_swapping
 
-    def _is_wanted(self, engine: str) -> bool:
-        """False if its own section says off, unless another overrides all of them."""
+    def _is_enabled(self, engine: str) -> bool:
+        """Return whether the engine's section, or the overriding one, is not off."""
         if self._overrides:
             return True
         section = self._feeds.feed(engine).manifest.tide.get("test_time", {})
         return bool(section.get("adapt", "off") != "off")
 
     def _publish(self, versions: Mapping[str, EngineVersions]) -> None:
-        """Send the fast draft to the engines that hold its base and wait for nothing.
+        """Send the fast draft to the engines that serve its base and are not swapping.
 
-        One that cannot be sent it is tried again after the next step.
+        A failed send is retried after the next step.
         """
-        assert self.draft is not None  # noqa: S101 - it is better
+        assert self.draft is not None  # noqa: S101 - checked by caller
         engines = [
             engine
-            for engine, told in versions.items()
-            if self._holds(told)
-            and told.adaptation in ("", "served")
-            and self._is_wanted(engine)
+            for engine, state in versions.items()
+            if self._serves_base(state)
+            and state.adaptation in ("", "served")
+            and self._is_enabled(engine)
         ]
         if not engines:
             return
-        change, made = self._change()
+        change, applied = self._change()
         sent = [self._send(engine, change, self._fingerprint) for engine in engines]
         if not any(sent):
             return
@@ -449,30 +442,34 @@ class FastDraft:
             facts = {"gain": self.gain.mean, "steps": self.steps}
             self._add_event("adapted", base=self._base, **facts)
             self.served = self.draft.clone()
-        self.served.take(made)  # as engines have it: that is what is judged
+        self.served.take(applied)  # scores are of the tensors that engines have
         self._sent_at = self.steps
 
-    def _give_back(self, now: float, versions: Mapping[str, EngineVersions]) -> None:
-        """Send the base to the engines that have a fast draft of it, until it is in.
+    def _republish_base(
+        self, now: float, versions: Mapping[str, EngineVersions]
+    ) -> None:
+        """Send the base to engines with a fast draft of it, until it is installed.
 
-        Also to one that serves a fast draft of an earlier base and has refused this.
+        Also to an engine that serves a fast draft of an earlier base and refused this.
         """
         back = {
-            engine: self._holds(told)
-            for engine, told in versions.items()
-            if told.adaptation and (told.serves_fast or not _is_of_another(told))
+            engine: self._serves_base(state)
+            for engine, state in versions.items()
+            if state.adaptation and (state.serves_fast or not _has_other_base(state))
         }
         if self.served is not None:
-            back = {engine: holds for engine, holds in back.items() if not holds}
+            back = {
+                engine: has_base for engine, has_base in back.items() if not has_base
+            }
         if not back:
-            self._told = self._told and self.served is not None
+            self._send_failed = self._send_failed and self.served is not None
         elif now >= self._next_return:
             self._next_return = now + RETRY_S
-            for engine, holds in back.items():
-                if holds:  # whole: the next trainer goes on from it
+            for engine, has_base in back.items():
+                if has_base:  # all tensors: the next trainer continues from them
                     base = self.tensors_to_send(self._trainer.live)
                     self._send(engine, base, fast=False)
-                elif of := self._sent_on.get(engine):  # no change of what it holds
+                elif of := self._sent_on.get(engine):  # an empty change: its own base
                     number = versions[engine].installed
                     self._send(engine, {}, of, fast=False, base=number)
 
@@ -485,27 +482,27 @@ class FastDraft:
         fast: bool = True,
         base: int | None = None,
     ) -> bool:
-        """False, and once a sentence, if it could not be sent.
+        """Send tensors to an engine; on failure log once and return False.
 
         Args:
-            of: Fingerprint of what `tensors` change; None: they are all.
-            base: Its version, if it is not the deployed one.
+            of: Fingerprint of the base that `tensors` change; None: they are complete.
+            base: Version of the base; None: the deployed one.
         """
         number = self._base if base is None else base
         meta = {"adaptation": {"fast": fast}} | ({"delta": {"base": of}} if of else {})
         try:
             self._feeds.send_fast(engine, as_wire(tensors), meta, base=number)
         except TransportError as error:
-            if not self._told:
-                what = "a fast draft" if fast else "the base of the fast draft"
-                logger.error("engine %s cannot be sent %s: %s", engine, what, error)
-            self._told = True
+            if not self._send_failed:
+                what = "fast draft" if fast else "base of the fast draft"
+                logger.error("cannot send the %s to engine %s: %s", what, engine, error)
+            self._send_failed = True
             return False
         if fast and of:
             self._sent_on[engine] = of
         return True
 
 
-def _is_of_another(told: EngineVersions) -> bool:
-    """True if an engine holds another base bit by bit: it is left out."""
-    return told.adaptation == "refused" and told.refused_reason == "base"
+def _has_other_base(state: EngineVersions) -> bool:
+    """Return whether an engine refused a change because its base differs."""
+    return state.adaptation == "refused" and state.refused_reason == "base"

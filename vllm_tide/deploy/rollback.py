@@ -1,6 +1,6 @@
-"""A rollback while no trainer runs: the command publishes the older draft itself.
+"""Rollback without a running trainer: the command publishes the older draft itself.
 
-The engine checks and installs it like any other, and the next trainer goes on from it.
+The engine verifies and installs it like any draft; the next trainer continues from it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from vllm_tide.transport.weights import WeightsRefused, WeightsSegment, WeightsW
 
 
 def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
-    """Send an engine the draft before the one that was published last.
+    """Publish the draft before the last published one to an engine.
 
-    That is the newest stored one with other weights, else the one that the server
-    started with. Those that were stored after it are removed.
+    That is the newest stored draft with different weights, else the server's initial
+    checkpoint. Drafts stored after it are removed.
 
     Args:
-        folder: Where its trainer stores drafts.
+        folder: Directory of the trainer's draft store.
 
     Returns:
-        As `Deployment.go_back`.
+        As `Deployment.rollback`.
 
     Raises:
-        TransportError: There is nothing to go back to, or a trainer has the engine.
+        TransportError: There is no earlier draft, or a trainer is attached.
         DraftError: A model's directory cannot be read.
     """
     if (manifest.tide.get("spool") or {}).get("url"):
         raise TransportError(
-            "the trainer of its spool publishes here: give the rollback on its host"
+            "this engine is trained through a spool: run the rollback on the trainer's "
+            "host"
         )
     with closing(WeightsWriter.attach(manifest.weights)) as writer:
         version = writer.latest_version
         if not version:
             raise TransportError(
-                "no draft has been published: there is nothing to go back to"
+                "no draft has been published: there is nothing to roll back"
             )
         live = _published(manifest.weights)
         given = {
@@ -67,10 +68,9 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
                 break
         if _same(master, live):
             raise TransportError(
-                f"no draft from before version {version} is known: nothing was rolled "
-                "back"
+                f"no draft before version {version} is known: nothing was rolled back"
             )
-        # First: who is killed after the other has the next server begin with them.
+        # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)
         writer.publish(
             as_wire({name: master[canonical_name(name)] for name in given}),
@@ -82,7 +82,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
 
 
 def _published(segment: str) -> dict[str, Tensor]:
-    """Return the weights published last; none if they cannot be read."""
+    """Return the last published weights; empty if they cannot be read."""
     with closing(WeightsSegment.attach(segment)) as reader:
         try:
             return master_of(reader.read())
@@ -91,7 +91,7 @@ def _published(segment: str) -> dict[str, Tensor]:
 
 
 def _same(master: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
-    """Return whether these are the weights `live`, as far as those are published."""
+    """Return whether `master` equals the published weights `live`."""
     return bool(live) and all(
         name in master and torch.equal(master[name].to(tensor.dtype), tensor)
         for name, tensor in live.items()

@@ -1,19 +1,19 @@
-"""When to collect and when to train: a state machine over served requests.
+"""The schedule: when to collect and train, a state machine over served requests.
 
-Two modes. `always` never pauses. `tide` is TIDE's algorithm 1 as far as it says when
-to collect: one pair of averages with its start, its decays and its threshold; a fall of
-the short one below the long one by epsilon switches collection on, one cycle without
-improvement switches it off. Two things differ from the paper:
+Two modes. `always` never pauses. `tide` switches collection as TIDE's algorithm 1 does,
+with its two averages, their initial values, decays and threshold: collection starts
+when the short average falls below the long one by epsilon, and stops after a cycle
+without improvement. Two differences from the paper:
 
-* What is averaged. The accepted share of drafted tokens moves with the lengths that
+* The averaged value. The acceptance of all drafted tokens depends on the lengths that
   control chooses, which hides a shift. Here it is the acceptance of the *first* drafted
-  token of a step, each weighted by the inverse chance with which it was verified
-  (Horvitz and Thompson): no length moves it. Requests with too little of it are pooled
-  with the next. A shift so strong that control stops drafting at once is not seen until
+  token of a step, weighted by the inverse probability of its verification (Horvitz and
+  Thompson), which does not depend on length. Requests with too few of them are pooled
+  with the next. A shift that makes control stop drafting at once is not detected until
   it drafts again.
-* When training ends. The paper evaluates the new draft on held-out data against the
-  acceptance seen in training; here the same publish gate as in other modes decides
-  (`judgement.py`), which compares both drafts on the same requests.
+* The end of training. The paper evaluates the new draft on held-out data against the
+  acceptance seen in training. Here the gate of the other mode decides (`judgement.py`),
+  which compares both drafts on the same requests.
 
 Pure: no clock, no torch. Runs in the trainer.
 """
@@ -43,7 +43,7 @@ class Averages:
         return self.count >= self.init_values
 
     def add(self, value: float) -> bool:
-        """Take a value; True if it moved averages that had been started before."""
+        """Add a value; return whether it updated averages with initial values."""
         self.count += 1
         if self.count <= self.init_values:
             self._sum += value
@@ -57,23 +57,23 @@ class Averages:
 
 
 MIN_TRIES = 16.0
-"""First tokens, counted as equally weighted ones, that make a value of a series."""
+"""Effective number of first tokens in one value of the series."""
 SHORT_DECAY, LONG_DECAY = 0.9, 0.99  # per request, of the two averages (TIDE)
 EPSILON = 0.05  # fall of the accepted share that counts as a shift (TIDE)
-INIT_REQUESTS = 16  # that set the first averages
+INIT_REQUESTS = 16  # for the initial averages
 
 
 class Schedule:
-    """Decides from served requests and from the outcome of cycles.
+    """Schedule driven by served requests and by the outcome of cycles.
 
     Args:
-        min_new_tokens: New training tokens that make a cycle (TIDE's N_threshold).
+        min_new_tokens: New training tokens per cycle (TIDE's N_threshold).
         day0: The draft is fresh: collect from the first request on.
 
     Attributes:
         averages: Averages of first-token acceptance over all requests, in every mode.
-        reason: Why the state is what it is.
-        shifts: Shifts seen so far.
+        reason: Reason of the current state.
+        shifts: Number of detected shifts.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Schedule:
             self._enabled = True
 
     def should_train(self, new_tokens: int) -> bool:
-        """True if a cycle should begin with so many training tokens since the last."""
+        """Return whether a cycle should begin, by training tokens since the last."""
         return self.collecting and new_tokens >= self.min_new_tokens
 
     def cycle_done(self, improved: bool) -> None:
-        """A cycle ran to its end and was judged; interrupted ones do not count."""
+        """Process a complete cycle; do not call it for interrupted ones."""
         if self.config.mode == "tide" and not improved and self._enabled:
             self._enabled = False
             self.pauses += 1
@@ -130,17 +130,17 @@ class Schedule:
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Acceptance of first drafted tokens; sums as in `ServedRequest`."""
+    """Acceptance of first drafted tokens, with sums as in `ServedRequest`."""
 
     tries: float = 0.0
     hits: float = 0.0
     squares: float = 0.0
 
     def add(self, request: ServedRequest) -> float | None:
-        """Take a request; the next value of the series, or None if it is not due.
+        """Add a request; return the next value of the series, or None if not due.
 
-        A value rests on at least `MIN_TRIES` tries by Kish's count, the squared sum of
-        the weights over the sum of their squares: one rare look of great weight is one.
+        A value has an effective size (Kish) of at least `MIN_TRIES`: the squared sum of
+        the weights over the sum of their squares, so one large weight counts once.
         """
         self.tries += request.tries
         self.hits += request.hits

@@ -1,7 +1,7 @@
-"""Requests as they were served: steps, drafts, acceptance, put together from records.
+"""Steps, drafts and acceptance of served requests, assembled from records.
 
-Reads ids and counts only, so metadata-only records are as good as full ones. Memory is
-bounded: open requests are limited in number and in tokens kept. No torch.
+Reads ids and counts only, so metadata-only records suffice. Memory is bounded: open
+requests are limited in number and in stored tokens. No torch.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 PREFILL = 0
 BUCKET_EDGES = (16, 64, 256, 1024)
 """Generated tokens before a decode step at which the next bucket begins."""
-_PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, kept for its group
+_PROMPT_TOKENS = _OUTPUT_TOKENS = 512  # of each request, stored for its group
 
 Cell = tuple[int, int, int]
-"""Of a decode step: buckets of generation position, of concurrency (powers of two) and
-of the prompt's cached share (0: none, 1: less than half, 2: the rest)."""
+"""Buckets of a decode step: generation position, concurrency (powers of two) and cached
+share of the prompt (0: none, 1: less than half, 2: half or more)."""
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """Drafts of one request; it grows until the request has ended.
+    """Served steps of one request, updated until it has finished.
 
     Attributes:
-        tenant: Id of who sent it; 0 is nobody.
+        tenant: Id of its tenant; 0 is none.
         group: Group of similar requests; -1 is unknown.
-        versions: Draft versions seen, in order; the first is the one it began under.
-        whole: Its beginning was captured, so `first_version` is true.
-        began: Place in the order in which requests began, on all engines.
+        versions: Draft versions seen, in order, from the one at its start.
+        whole: Its start was captured, so `first_version` is valid.
+        began: Index in the order of request starts over all engines.
         cached: Bucket of the share of the prompt that came from the prefix cache.
-        cells: Per cell: tokens of its decode steps, with or without drafts, and cost of
-            these steps in steps without drafts (`Record.cost`). Only of steps under the
-            first version: later ones had draft KV of two versions. Steps in which the
-            memory drafted, and all under a fast draft, are left out, here and below.
-        tries: Drafted first tokens that were verified, weighted by 1 / `verify_chance`.
-        hits: Those of them that were accepted, weighted alike.
+        cells: Tokens of the decode steps by cell, with or without drafts, and cost of
+            these steps in steps without drafts (`Record.cost`). Only steps under the
+            first version: later ones have draft KV of two versions. Steps drafted by
+            memory or by a fast draft are left out, here and below.
+        tries: Verified first draft tokens, weighted by 1 / `verify_chance`.
+        hits: Accepted ones of them, with the same weights.
         squares: Sum of the squared weights of `tries`.
     """
 
@@ -67,7 +67,7 @@ class ServedRequest:
 
 
 def bucket_of(generated: int) -> int:
-    """Bucket of a decode step before which `generated` tokens were generated."""
+    """Return the bucket of a decode step after `generated` generated tokens."""
     return bisect.bisect_right(BUCKET_EDGES, generated)
 
 
@@ -75,19 +75,19 @@ def bucket_of(generated: int) -> int:
 class _Open(ServedRequest):
     seen: float = 0.0
     upto: int = 0
-    asked_at: int = 0  # tokens at which its likely group was looked for
+    grouped_at: int = 0  # number of tokens at the last search for a group
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
 
 
 class ServedRequests:
-    """Follows requests from their records; hands out the finished ones.
+    """Assembles served requests from their records.
 
     Args:
-        groups: Finds the group of each request; None leaves it unknown.
-        max_open: Requests followed at once; beyond that the one unseen for the longest
-            is handed out early.
-        idle_s: A request unseen this long is handed out by `flush_idle` (seconds).
+        groups: Assigns a group to each request; None: unknown.
+        max_open: Maximum number of open requests; above it the least recently seen one
+            is returned early.
+        idle_s: `flush_idle` returns a request without a record for this long (s).
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class ServedRequests:
     def add(
         self, record: Record, engine: str, now: float, *, fast: bool = False
     ) -> list[ServedRequest]:
-        """Take one record; return the requests it ended.
+        """Add a record; return the requests that it finishes.
 
         Args:
             now: Monotonic (s).
-            fast: A fast draft drafted (`fast_draft.py`), not the one deployed.
+            fast: A fast draft was served (`fast_draft.py`), not the deployed one.
         """
         name = (engine, record.key)
         count = len(record.token_ids)
@@ -128,7 +128,7 @@ class ServedRequests:
         return []
 
     def flush_idle(self, now: float) -> list[ServedRequest]:
-        """Hand out requests unseen for `idle_s`: their end was never captured."""
+        """Return requests without a record for `idle_s`: their end was not captured."""
         idle = [n for n, r in self._open.items() if now - r.seen >= self.idle_s]
         return [self._close(name) for name in idle]
 
@@ -137,26 +137,26 @@ class ServedRequests:
             del self._open[name]
 
     def purge(self, tenant: int | None = None) -> int:
-        """Drop open requests of a tenant, None of all; the number dropped."""
-        gone = [n for n, r in self._open.items() if tenant in (None, r.tenant)]
-        for name in gone:
+        """Remove open requests of a tenant (None: all); return their number."""
+        names = [n for n, r in self._open.items() if tenant in (None, r.tenant)]
+        for name in names:
             del self._open[name]
-        return len(gone)
+        return len(names)
 
     def open_requests(self) -> Iterator[ServedRequest]:
-        """Requests that have not ended, as far as they were served.
+        """Yield unfinished requests with decode steps.
 
-        Left out are those unlike every group that is known: only their end founds one.
+        Requests far from every group are left out: they create a group when finished.
         """
         for request in self._open.values():
-            if request.cells and (self.groups is None or self._placed(request)):
+            if request.cells and (self.groups is None or self._has_group(request)):
                 yield request
 
-    def _placed(self, request: _Open) -> bool:
-        """True if an open request's group is likely, or it is too short for one."""
+    def _has_group(self, request: _Open) -> bool:
+        """Return whether an open request has a group, or is too short for one."""
         tokens = len(request.prompt) + len(request.output)
-        if request.group == UNKNOWN and tokens >= 2 * request.asked_at:
-            request.asked_at = tokens
+        if request.group == UNKNOWN and tokens >= 2 * request.grouped_at:
+            request.grouped_at = tokens
             text = request.prompt + request.output
             request.group = self.groups.nearest(text) if self.groups else 0
         return request.group != UNKNOWN or tokens < MIN_TOKENS
@@ -173,10 +173,10 @@ class ServedRequests:
 def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
     prompt = record.num_prompt_tokens
     if record.phase == PREFILL:
-        # Rows past the prompt are recomputed: the request began before we looked.
+        # Rows past the prompt are recomputed: the request began before capture.
         whole = record.start < prompt and record.start + count <= prompt
     else:
-        # One row short of the prompt's end: all the rest came from the prefix cache.
+        # Only the last prompt row is computed: the prefix cache had all others.
         whole = prompt - 1 <= record.start <= prompt
     return _Open(
         record.key,
@@ -196,7 +196,7 @@ def _append(request: _Open, record: Record, count: int, fast: bool) -> None:
     _keep_tokens(request, record, count)
     if record.phase == PREFILL or record.start < record.num_prompt_tokens:
         return
-    if record.memory or fast:  # the deployed draft had no part in it
+    if record.memory or fast:  # not drafted by the deployed draft
         return
     drafts, accepted = count - 1, record.num_accepted
     if drafts and record.verify_chance > 0:
@@ -214,18 +214,18 @@ def _append(request: _Open, record: Record, count: int, fast: bool) -> None:
 
 
 def _keep_tokens(request: _Open, record: Record, count: int) -> None:
-    """Committed tokens not seen before: the end of the prompt, the output's begin."""
+    """Store new committed tokens: the last of the prompt, the first of the output."""
     committed = count if record.phase == PREFILL else record.num_accepted + 1
     first = max(record.start, request.upto)
     request.upto = max(request.upto, record.start + committed)
     prompt_end = min(record.num_prompt_tokens, record.start + committed)
-    # int(): a copy, for a view would keep the whole record alive.
+    # int() copies: a view would reference the whole record.
     if first < prompt_end:
         low = max(first, prompt_end - _PROMPT_TOKENS) - record.start
         part = record.token_ids[low : prompt_end - record.start]
         request.prompt = [*request.prompt, *map(int, part)][-_PROMPT_TOKENS:]
-    room = _OUTPUT_TOKENS - len(request.output)
-    if room > 0:
+    free = _OUTPUT_TOKENS - len(request.output)
+    if free > 0:
         low = max(first, record.num_prompt_tokens) - record.start
-        part = record.token_ids[low : min(committed, low + room)]
+        part = record.token_ids[low : min(committed, low + free)]
         request.output.extend(map(int, part))

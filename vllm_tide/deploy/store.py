@@ -1,9 +1,9 @@
-"""The last good drafts on disk: a restarted server begins with the newest of them.
+"""Store of kept drafts on disk; a restarted server loads the newest one.
 
-A stored draft is two files, `<name>.safetensors` and `<name>.json`. The JSON holds the
+A stored draft is two files, `<name>.safetensors` and `<name>.json`. The JSON has the
 SHA-256 of the tensors and of itself and is renamed into place last: without it there is
-no draft. What is damaged, foreign (another target or another draft shape) or writable
-by others is never loaded, and the store says why. No lock: names never repeat.
+no draft. Drafts that are damaged, foreign (another target or draft shape) or writable
+by other users are not loaded; the reason is logged. Names are unique, so no lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
 from vllm_tide.metrics import finite
-from vllm_tide.train.checkpoint import NONSENSE, digest_of
+from vllm_tide.train.checkpoint import PARSE_ERRORS, digest_of
 from vllm_tide.transport.rendezvous import (
     ABANDONED_S,
     is_temporary,
@@ -42,30 +42,30 @@ FORMAT = 1
 Figure = float | int | str | None
 _TENSORS, _MANIFEST = ".safetensors", ".json"
 _MAX_MANIFEST_BYTES = 1 << 20
-# What differs between two writings of one config without changing the draft.
+# Keys that may differ between two copies of one config without changing the draft.
 _VOLATILE = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 )
 
 
 class DraftRefused(DraftError):
-    """A stored draft is damaged, foreign or unsafe; the message says which."""
+    """A stored draft is damaged, foreign or unsafe to load."""
 
 
 @dataclass(frozen=True)
 class StoredDraft:
-    """A draft as it was stored.
+    """A stored draft.
 
     Attributes:
-        tensors: By checkpoint name, as they were put.
-        version: Version it had when it was served; later runs count anew.
+        tensors: By checkpoint name.
+        version: Version when it was served; numbers restart with every server.
     """
 
     tensors: dict[str, Tensor]
     version: int
     fingerprint: str
     created_unix: float
-    held_out: dict[str, Figure]
+    holdout: dict[str, Figure]
     served: dict[str, Figure]
     path: Path
 
@@ -74,8 +74,8 @@ class StoredDraft:
         """Tensors by EAGLE-3 name."""
         return {canonical_name(name): t for name, t in self.tensors.items()}
 
-    def holds(self, live: Mapping[str, Tensor]) -> bool:
-        """True if these are the weights `live`, by EAGLE-3 name."""
+    def has_weights(self, live: Mapping[str, Tensor]) -> bool:
+        """Return whether the weights equal `live`, by EAGLE-3 name."""
         mine = self.master
         return mine.keys() == live.keys() and all(
             torch.equal(tensor.to(live[name].dtype), live[name])
@@ -84,17 +84,17 @@ class StoredDraft:
 
 
 def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
-    """SHA-256 (hexadecimal) of what a draft must fit; `target`: `rows_fingerprint`."""
-    kept = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
-    text = json.dumps([target, kept], sort_keys=True, default=str)
+    """Return the SHA-256 of target (`rows_fingerprint`) and draft config (hex)."""
+    stable = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
+    text = json.dumps([target, stable], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 class DraftStore:
-    """The drafts of one fingerprint in a directory, which others may share.
+    """Drafts with one fingerprint in a directory that may have other files too.
 
     Attributes:
-        refused: Why stored drafts were passed over, newest last; at most 32.
+        refused: Reasons why stored drafts were skipped, newest last; at most 32.
 
     Raises:
         DraftError: The directory cannot be used.
@@ -111,7 +111,7 @@ class DraftStore:
         except OSError as error:
             raise DraftError(
                 f"tide.train.state_dir: {directory} cannot be used "
-                f"({error.strerror}); give a writable directory."
+                f"({error.strerror}); set it to a writable directory."
             ) from None
 
     def put(
@@ -119,14 +119,14 @@ class DraftStore:
         tensors: Mapping[str, Tensor],
         version: int,
         *,
-        held_out: Mapping[str, Figure] | None = None,
+        holdout: Mapping[str, Figure] | None = None,
         served: Mapping[str, Figure] | None = None,
     ) -> Path:
-        """Store a draft; it is on disk, whole, when this returns.
+        """Store a draft; it is complete on disk when this returns.
 
         Raises:
             DraftRefused: A tensor is not finite.
-            OSError: It cannot be written; what was stored before is untouched.
+            OSError: It cannot be written; earlier drafts are unchanged.
         """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -143,7 +143,7 @@ class DraftStore:
             "created_unix": time.time(),
             "size": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
-            "held_out": finite(dict(held_out or {})),
+            "held_out": finite(dict(holdout or {})),
             "served": finite(dict(served or {})),
         }
         text = json.dumps({**manifest, "self_sha256": digest_of(manifest)}, indent=1)
@@ -157,7 +157,7 @@ class DraftStore:
         return next(self.drafts(), None)
 
     def drafts(self) -> Iterator[StoredDraft]:
-        """Stored drafts, newest first; those that may not be loaded are passed over."""
+        """Yield stored drafts, newest first; drafts refused for loading are skipped."""
         for name in reversed(self._names()):
             try:
                 yield read_draft(self.directory / (name + _TENSORS), self.fingerprint)
@@ -169,7 +169,7 @@ class DraftStore:
         self._remove(draft.path.name.removesuffix(_TENSORS))
 
     def drop_newer(self, draft: StoredDraft | None) -> None:
-        """Remove what was stored after a draft, readable or not; None: all."""
+        """Remove drafts stored after `draft`, readable or not; None: all."""
         oldest = "" if draft is None else draft.path.name.removesuffix(_TENSORS)
         names = self._names()
         for name in names[names.index(oldest) + 1 :] if oldest in names else names:
@@ -180,35 +180,33 @@ class DraftStore:
         return f"head-{self.fingerprint[:16]}-"
 
     def _names(self) -> list[str]:
-        found = [
-            path.name.removesuffix(_MANIFEST)
-            for path in self.directory.glob(f"{self._prefix}*{_MANIFEST}")
-        ]
-        return sorted(found, key=lambda name: (_number(name), name))
+        paths = self.directory.glob(f"{self._prefix}*{_MANIFEST}")
+        names = [path.name.removesuffix(_MANIFEST) for path in paths]
+        return sorted(names, key=lambda name: (_number(name), name))
 
     def _prune(self) -> None:
         for name in self._names()[: -self.keep]:
             self._remove(name)
         long_ago = time.time() - ABANDONED_S
         for path in self.directory.iterdir():
-            left = is_temporary(path.name) or (
+            orphaned = is_temporary(path.name) or (
                 path.name.startswith(self._prefix)
                 and path.name.endswith(_TENSORS)
                 and not path.with_suffix(_MANIFEST).exists()
             )
             with contextlib.suppress(OSError):
-                if left and path.lstat().st_mtime < long_ago:
+                if orphaned and path.lstat().st_mtime < long_ago:
                     path.unlink()
 
     def _remove(self, name: str) -> None:
-        # The manifest first: it alone makes the tensors a stored draft.
+        # The manifest first: without it the tensors are no stored draft.
         for suffix in (_MANIFEST, _TENSORS):
             with contextlib.suppress(OSError):
                 (self.directory / (name + suffix)).unlink()
 
 
 def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
-    """Read one stored draft; without a fingerprint, of any target.
+    """Read one stored draft; without a fingerprint, for any target.
 
     Raises:
         DraftRefused: It is damaged, foreign, absent or writable by others.
@@ -223,50 +221,50 @@ def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
             )
         claimed = manifest.pop("self_sha256")
         if claimed != digest_of(manifest):
-            raise DraftRefused(f"{where}: its manifest is damaged.")
+            raise DraftRefused(f"{where}: the manifest is damaged.")
         if fingerprint is not None and manifest["fingerprint"] != fingerprint:
-            raise DraftRefused(f"{where}: made for another target or draft.")
+            raise DraftRefused(f"{where}: stored for another target or draft.")
         data = _read(where, int(manifest["size"]))
         if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-            raise DraftRefused(f"{where}: its tensors are damaged.")
+            raise DraftRefused(f"{where}: the tensors are damaged.")
         return StoredDraft(
             tensors=load(data),
             version=int(manifest["version"]),
             fingerprint=str(manifest["fingerprint"]),
             created_unix=float(manifest["created_unix"]),
-            held_out=dict(manifest["held_out"]),
+            holdout=dict(manifest["held_out"]),
             served=dict(manifest["served"]),
             path=where,
         )
     except DraftRefused:
         raise
-    except (*NONSENSE, SafetensorError) as error:
+    except (*PARSE_ERRORS, SafetensorError) as error:
         raise DraftRefused(
-            f"{where}: cannot be understood ({type(error).__name__})."
+            f"{where}: cannot be parsed ({type(error).__name__})."
         ) from None
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    """Bytes of a file that is ours alone to write, read once.
+    """Read a file once that only this user (or root) can write.
 
     Raises:
-        DraftRefused: It is absent, no plain file, unsafe, or larger than `max_bytes`.
+        DraftRefused: It is absent, not a regular file, unsafe, or over `max_bytes`.
     """
     try:
-        # A pipe would be waited for.
+        # O_NONBLOCK: opening a pipe would block.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise DraftRefused(f"{path}: is no plain file.")
+                raise DraftRefused(f"{path}: not a regular file.")
             others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if others or status.st_uid not in (0, os.geteuid()):
                 raise DraftRefused(
-                    f"{path}: another user could have written it; make it yours "
-                    "(chown) and writable by you alone (chmod 600)."
+                    f"{path}: writable by another user; change its owner to yourself "
+                    "(chown) and its mode to 600 (chmod)."
                 )
             if status.st_size > max_bytes:
-                raise DraftRefused(f"{path}: is damaged (larger than it should be).")
+                raise DraftRefused(f"{path}: damaged (larger than expected).")
             return file.read(status.st_size)
     except OSError as error:
         raise DraftRefused(f"{path}: cannot be read ({error.strerror}).") from None

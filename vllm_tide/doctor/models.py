@@ -1,6 +1,6 @@
-"""Checks of the configuration and of the models it names.
+"""Checks of the configuration and of its models.
 
-Checkpoints are read as far as their headers; no weight is read and nothing is fetched.
+Reads only the headers of checkpoints, no weights, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 
-_KNOBS = "'vllm-tide config reference' lists every knob, 'config example' whole files."
+_KNOBS = "'vllm-tide config reference' lists all knobs, 'config example' prints files."
 _OTHER_DRAFT = (
-    'Use a draft trained for this target, or \'"model": "fresh"\' to begin with a '
-    "new one."
+    'Use a draft trained for this target, or \'"model": "fresh"\' for a new one.'
 )
 
 
 def local_checkpoint(name: str, revision: str | None = None) -> Path | None:
-    """Return a model's directory on this machine; None if it is to be fetched."""
+    """Return a model's local directory; None if it needs a download."""
     from vllm_tide.engine.facts import local_dir
 
     try:
@@ -49,29 +48,29 @@ def model_config(directory: Path) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read type ("BF16") and shape of each tensor of a directory."""
+    """Read dtype ("BF16") and shape of each tensor of a directory."""
     from safetensors import SafetensorError, safe_open
 
-    from vllm_tide.draft.config import DraftError, regular
+    from vllm_tide.draft.config import DraftError, regular_file
 
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{directory} holds no .safetensors file.")
+        raise ConfigError(f"{directory} has no .safetensors file.")
     tensors = {}
     for path in files:
         try:
-            with safe_open(regular(path), framework="numpy") as archive:
+            with safe_open(regular_file(path), framework="numpy") as archive:
                 for name in archive.keys():  # noqa: SIM118 - not a mapping
                     part = archive.get_slice(name)
                     tensors[name] = part.get_dtype(), tuple(part.get_shape())
         except (DraftError, OSError, SafetensorError) as error:
-            text = f"{path} is no whole safetensors file ({error})."
+            text = f"{path} is not a complete safetensors file ({error})."
             raise ConfigError(text) from None
     return tensors
 
 
 def draft_bytes(subject: Subject) -> int | None:
-    """Return bytes of the draft's tensors; None if it is not known or not here."""
+    """Return the bytes of the draft's tensors; None if it is unknown or not local."""
     fresh = subject.draft == "fresh"
     source = subject.model if fresh else subject.draft
     revision = None if fresh else subject.revision
@@ -82,13 +81,13 @@ def draft_bytes(subject: Subject) -> int | None:
         if fresh:
             return _fresh_bytes(subject, model_config(folder))
         tensors = stored_tensors(folder)
-    except ConfigError:  # the check of the fit reports it
+    except ConfigError:  # reported by `fit`
         return None
     return sum(
         # "BF16" is two bytes, "F8_E4M3" and "BOOL" are one.
         math.prod(shape) * int((re.findall(r"\d+", dtype) or [8])[0]) // 8
         for name, (dtype, shape) in tensors.items()
-        if name != "t2d"  # as the server: vLLM ignores it
+        if name != "t2d"  # as in the server: vLLM ignores it
     )
 
 
@@ -105,21 +104,21 @@ def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
 
 @check("configuration")
 def configuration(subject: Subject) -> Iterator[Finding]:
-    """Report each mistake in the sentence that the server itself would print."""
+    """Report each mistake in the words of the server."""
     tide = subject.tide
     if subject.error:
         for sentence in subject.error.splitlines():
             yield failed(sentence, _KNOBS)
     elif subject.source is None:
-        yield skipped("No --config given: the defaults are examined.")
+        yield skipped("No --config given: checking the defaults.")
     else:
-        started = "with the server" if tide.train.autostart else "by hand"
+        started = "by the server" if tide.train.autostart else "manually"
         trainer = "behind a spool" if tide.spool.url else f"started {started}"
         capture = tide.capture
         ring = f"ring {capture.ring_mib} MiB" if capture.enabled else "no capture"
         swaps = "" if tide.swap.enabled else ", no swaps"
         for note in subject.notes:
-            yield warning(note, "Take it out, or change what it depends on.")
+            yield warning(note, "Remove it, or change the setting that it depends on.")
         yield ok(
             f"Valid: control {tide.control.policy}, {ring}, trainer {trainer}{swaps}."
         )
@@ -127,14 +126,14 @@ def configuration(subject: Subject) -> Iterator[Finding]:
 
 @check("draft fit", configured=True)
 def fit(subject: Subject) -> Finding:
-    """Compare the configured draft with the target by the product's own checks."""
+    """Check the configured draft against the target, as server and trainer do."""
     if subject.source is None:
-        return skipped("No --config given, so no draft is known.")
+        return skipped("No --config given, so the draft is unknown.")
     if subject.draft is None:
-        return skipped("The configuration names no draft.")
+        return skipped("The configuration has no draft.")
     if subject.model is None:
-        return skipped("No --model given, so the target is not known.")
-    elsewhere = "is not on this machine; vllm serve fetches and checks it."
+        return skipped("No --model given, so the target is unknown.")
+    elsewhere = "is not on this machine; vllm serve downloads and checks it."
     target = local_checkpoint(subject.model)
     if target is None:
         return skipped(f"The target {subject.model!r} {elsewhere}")
@@ -148,7 +147,7 @@ def fit(subject: Subject) -> Finding:
             _fresh_config(subject, raw)
         except ConfigError as error:
             text = f"No fresh draft can be built: {error}"
-            return failed(text, "Name a draft in 'model'.")
+            return failed(text, "Set 'model' to a draft.")
         return ok("The server builds a fresh draft for this target.")
     draft = local_checkpoint(subject.draft, subject.revision)
     if draft is None:
@@ -158,18 +157,19 @@ def fit(subject: Subject) -> Finding:
 
 def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_config, sized
+    from vllm_tide.draft.fresh import fresh_config, with_vocab_size
 
     tide, text = subject.tide, target.get("text_config") or target
     try:
-        settings = sized(tide.fresh, text.get("vocab_size", 0), tide.train.device)
+        size, device = text.get("vocab_size", 0), tide.train.device
+        settings = with_vocab_size(tide.fresh, size, device)
         return fresh_config(target, settings)
     except DraftError as error:
         raise ConfigError(str(error)) from None
 
 
 def _target_shape(raw: dict[str, Any]) -> SimpleNamespace:
-    """The part of vLLM's `ModelConfig` that the server's check asks for."""
+    """Return the part of vLLM's `ModelConfig` that the server's check reads."""
     text = raw.get("text_config")
     text = text if isinstance(text, dict) else raw
     names = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -201,7 +201,7 @@ def _fit_of_checkpoint(
         return failed(str(error), _OTHER_DRAFT)
     try:
         config = Eagle3Config.from_json(model_config(draft), model_config(target))
-        # Tensors without memory: only their types and shapes are examined.
+        # Meta tensors: only dtypes and shapes are checked.
         tensors = {
             canonical_name(name): torch.empty(
                 shape, dtype=getattr(torch, _DTYPES.get(dtype, "uint8")), device="meta"
@@ -210,7 +210,7 @@ def _fit_of_checkpoint(
         }
         check_tensors(config, tensors)
     except (ConfigError, DraftError) as error:
-        return failed(f"The trainer cannot take the draft: {error}", _OTHER_DRAFT)
+        return failed(f"The trainer cannot load the draft: {error}", _OTHER_DRAFT)
     return ok(
         f"{draft.name} fits {target.name}: hidden {config.target_hidden_size}, layers "
         f"{list(config.aux_layer_ids)}, {config.draft_vocab_size} of "

@@ -17,8 +17,8 @@ from typing import Any
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
 from vllm_tide.speculative import mistakes, notes, read_json_object
 
-# Functions by their module of this package, in the order of the report. A module is
-# imported with its first check, so that a broken installation hides no other module.
+# Check functions and their modules, in the order of the report. A module is imported at
+# its first check, so that an import error affects no other module.
 CHECKS = {
     "versions": "install",
     "patches": "install",
@@ -37,14 +37,14 @@ class Status(StrEnum):
     """Result of a check."""
 
     OK = "ok"
-    WARNING = "warning"  # works, but not as well as it could, or not for long
+    WARNING = "warning"  # works, with a limitation or risk
     FAILED = "failed"  # a server or trainer started now would not work
-    SKIPPED = "skipped"  # not examined; the sentence says why
+    SKIPPED = "skipped"  # not checked, for the given reason
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `advice` is the remedy, empty if none is needed."""
+    """One entry of the report; `advice` is the remedy, or empty."""
 
     status: Status
     sentence: str
@@ -60,16 +60,16 @@ skipped = partial(Finding, Status.SKIPPED)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The configuration and the place that every check examines."""
+    """Configuration and run directory, the input of every check."""
 
     run_dir: Path
     source: str | None = None  # the --config argument
-    error: str = ""  # mistakes of the configuration, a line each
+    error: str = ""  # mistakes in the configuration, one per line
     speculative: Mapping[str, Any] = field(default_factory=dict)
-    # Its section; the defaults without one, or if it is not usable.
+    # Its tide section; defaults without one, or if it is invalid.
     tide: TideConfig = field(default_factory=lambda: TideConfig.model_validate({}))
     usable: bool = True
-    model: str | None = None  # the target, a directory or a hub name
+    model: str | None = None  # the target: a directory or hub name
 
     @property
     def draft(self) -> str | None:
@@ -78,7 +78,7 @@ class Subject:
 
     @property
     def notes(self) -> Iterable[str]:
-        """Sentences on what has no effect, or is odd."""
+        """Notes on settings without effect and unusual values."""
         tokens = self.speculative.get("num_speculative_tokens")
         return notes(self.tide, tokens, self.draft) if self.usable else ()
 
@@ -94,9 +94,9 @@ _Examine = Callable[[Subject], Finding | Iterable[Finding]]
 def make_subject(
     source: str | None, model: str | None, run_dir: Path | None
 ) -> Subject:
-    """Read a file or inline JSON; its mistakes become part of the subject.
+    """Read a file or inline JSON; mistakes become part of the subject.
 
-    Without a run directory it is the configuration's, else where a server would put it.
+    The default run directory is the configuration's, else the server's default.
     """
     from vllm_tide.transport.rendezvous import default_run_dir
 
@@ -123,15 +123,15 @@ def make_subject(
 
 
 def check(name: str, *, configured: bool = False) -> Callable[[_Examine], _Examine]:
-    """Make a check of a function: `name` is for findings that carry none.
+    """Decorate a check function; `name` is the default name of its findings.
 
-    A `configured` one is skipped if the configuration cannot be used.
+    A `configured` check is skipped if the configuration is invalid.
     """
 
     def decorate(function: _Examine) -> _Examine:
         def named(subject: Subject) -> Iterator[Finding]:
             if configured and not subject.usable:
-                yield skipped("The configuration cannot be used.", name=name)
+                yield skipped("The configuration is invalid.", name=name)
                 return
             findings = function(subject)
             for finding in [findings] if isinstance(findings, Finding) else findings:
@@ -143,38 +143,38 @@ def check(name: str, *, configured: bool = False) -> Callable[[_Examine], _Exami
 
 
 def examine(subject: Subject, checks: Iterable[str] = CHECKS) -> Iterator[Finding]:
-    """Run the checks; one that breaks is itself a finding."""
+    """Run the checks; an exception in one becomes a finding."""
     for name in checks:
         try:
             module = import_module(f"vllm_tide.doctor.{CHECKS[name]}")
             yield from getattr(module, name)(subject)
-        except Exception as error:  # noqa: BLE001 - must not hide the other checks
+        except Exception as error:  # noqa: BLE001 - other checks must run
             if isinstance(error, PermissionError):
-                said = f"{error.filename} cannot be read ({error.strerror})."
-                advice = "Run this as the server's user, or give that user the right."
-                yield failed(said, advice, name.replace("_", " "))
+                sentence = f"{error.filename} cannot be read ({error.strerror})."
+                advice = "Run this as the server's user, or grant the permission."
+                yield failed(sentence, advice, name.replace("_", " "))
                 continue
             yield failed(
-                f"Cannot be examined ({type(error).__name__}: {error}).",
-                "Install vllm_tide again; if the rest is fine, report this.",
+                f"The check failed ({type(error).__name__}: {error}).",
+                "Reinstall vllm_tide; if other checks pass, report this.",
                 name=name.replace("_", " "),
             )
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the status of the whole: failed, warning or ok."""
+    """Return the overall status: failed, warning or ok."""
     statuses = {finding.status for finding in findings}
     ranked = (Status.FAILED, Status.WARNING)
     return next((status for status in ranked if status in statuses), Status.OK)
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
-    """Return 1 if something failed, or for warnings if `strict`."""
+    """Return 1 if a check failed, or for warnings if `strict`."""
     return {Status.FAILED: 1, Status.WARNING: int(strict)}.get(worst(findings), 0)
 
 
 def report(findings: Sequence[Finding], version: str, code: int) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the JSON document of `--json`."""
     fields = ("name", "status", "sentence", "advice")
     return {
         "status": worst(findings),
@@ -185,7 +185,7 @@ def report(findings: Sequence[Finding], version: str, code: int) -> dict[str, An
 
 
 def as_text(findings: Sequence[Finding], columns: int | None = None) -> str:
-    """Format findings as text: a block each, advice behind an arrow, counts."""
+    """Format findings as blocks with advice after an arrow, and counts."""
     width = columns or shutil.get_terminal_size().columns
     width = min(max(width, 60), 110)
     wrapper = textwrap.TextWrapper(
@@ -210,9 +210,9 @@ _COLOURS = {Status.OK: 32, Status.WARNING: 33, Status.FAILED: 31, Status.SKIPPED
 
 
 def coloured(text: str) -> str:
-    """Colour the status at the begin of each line of `as_text`."""
+    """Colour the status at the start of each line of `as_text`."""
 
-    def paint(word: re.Match[str]) -> str:
-        return f"\x1b[{_COLOURS[Status(word[0])]}m{word[0]}\x1b[0m"
+    def paint(match: re.Match[str]) -> str:
+        return f"\x1b[{_COLOURS[Status(match[0])]}m{match[0]}\x1b[0m"
 
     return re.sub(rf"^({'|'.join(Status)})\b", paint, text, flags=re.MULTILINE)

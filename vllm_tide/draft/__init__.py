@@ -1,6 +1,6 @@
 """The EAGLE-3 draft as a trainable module: shapes, attention, checkpoints, vocabulary.
 
-Runs in the trainer process (and in tests); imports torch, never vllm.
+Runs in the trainer process (and in tests); imports torch, not vllm.
 """
 
 from vllm_tide.draft.checkpoint import export_tensors, load_draft, save_draft

@@ -2,14 +2,14 @@
 
 At step i, row t of a document attends to the step-0 keys of rows 0..t (the trunk) and
 to its own keys of steps 1..i (the diagonals), under one softmax. Cost R^2 + iR. A row
-of a branch sees the trunk before its anchor and its branch up to itself instead of
-rows 0..t; what each row sees is `RowLayout.spans`.
+of a branch attends to the trunk before its anchor and its branch up to itself instead
+of rows 0..t; `RowLayout.spans` has the visible rows.
 
-`packed_attention` runs anywhere. Others are in `attention_gpu`; `attention_backend`
-chooses.
+`packed_attention` runs on every device; `attention_gpu` has the other backends, and
+`attention_backend` selects one.
 
-Shapes: R step-0 rows, Q query rows (a sorted subset), j diagonals, n_h query heads,
-n_kv key heads, g = n_h / n_kv, d head dimension.
+Shapes: R step-0 rows, Q query rows (a sorted subset), j diagonals,
+n_h = num_attention_heads, n_kv = num_key_value_heads, g = n_h / n_kv, d = head_dim.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm_tide.draft.rows import RowLayout
 
 @dataclass(frozen=True)
 class _Slice:
-    """Query rows [q_lo, q_hi) against rows [k_lo, k_hi) and [own_lo, own_hi).
+    """Query rows [q_lo, q_hi) with key rows [k_lo, k_hi) and [own_lo, own_hi).
 
     For a document the second range is empty. For all branches of a document, the first
-    is the document up to the last anchor and the second the branches themselves.
+    is the document up to the last anchor and the second the branches.
     """
 
     q_lo: int
@@ -44,7 +44,7 @@ class _Slice:
     blocked: Tensor  # bool [n, m] over both ranges, True = may not attend
 
     def of(self, x: Tensor) -> Tensor:
-        """Rows [kv, m, d] of both ranges of x [kv, R, d]."""
+        """Return rows [kv, m, d] of both ranges of x [kv, R, d]."""
         rows = x[:, self.k_lo : self.k_hi]
         if self.own_lo == self.own_hi:
             return rows
@@ -58,7 +58,7 @@ class _Slice:
 
 
 def _slices(active: Tensor, layout: RowLayout) -> list[_Slice]:
-    """Cut query rows by document; all branches of one document are one slice."""
+    """Split query rows by document; all branches of a document are one slice."""
     device = active.device
     groups = [0]  # branches [groups[i], groups[i + 1]) belong to one document
     for b in range(1, len(layout.docs)):
@@ -88,49 +88,52 @@ def _slices(active: Tensor, layout: RowLayout) -> list[_Slice]:
         own_lo, own_hi = layout.branch_starts[first], int(active[hi - 1]) + 1
         trunk = torch.arange(k_lo, k_hi, device=device)
         own = torch.arange(own_lo, own_hi, device=device)
-        seen = _seen(active[lo:hi], torch.cat([trunk, own]), *(x[lo:hi] for x in spans))
-        out.append(_Slice(lo, hi, k_lo, k_hi, own_lo, own_hi, ~seen))
+        part = (x[lo:hi] for x in spans)
+        visible = _visible(active[lo:hi], torch.cat([trunk, own]), *part)
+        out.append(_Slice(lo, hi, k_lo, k_hi, own_lo, own_hi, ~visible))
     return out
 
 
-def _seen(rows: Tensor, keys: Tensor, own: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Bool [Q, m], which of m step-0 rows each query row sees (`RowLayout.spans`)."""
+def _visible(
+    rows: Tensor, keys: Tensor, own: Tensor, low: Tensor, high: Tensor
+) -> Tensor:
+    """Return bool [Q, m]: m step-0 rows visible to query rows (`RowLayout.spans`)."""
     k = keys[None, :]
     segment = (k >= own[:, None]) & (k <= rows[:, None])
     return segment | (k >= low[:, None]) & (k < high[:, None])
 
 
 def by_head(x: Tensor, kv: int) -> Tensor:
-    """View [kv, g, Q, d] of rows [Q, n_h, d]."""
+    """Return the view [kv, g, Q, d] of rows [Q, n_h, d]."""
     return x.view(x.shape[0], kv, -1, x.shape[2]).permute(1, 2, 0, 3)
 
 
 def by_row(x: Tensor) -> Tensor:
-    """Rows [Q, n_h, d] of [kv, g, Q, d]."""
+    """Return rows [Q, n_h, d] of [kv, g, Q, d]."""
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
 
 
 def diagonal_products(x: Tensor, kd: Tensor, wide: torch.dtype) -> Tensor:
-    """Products [j, kv, g, Q] of x [kv, g, Q, d] with keys (or values) [j, Q, kv, d]."""
+    """Multiply x [kv, g, Q, d] with keys (values) [j, Q, kv, d]: [j, kv, g, Q]."""
     return (x[None] * kd.permute(0, 2, 1, 3)[:, :, None]).sum(-1, dtype=wide)
 
 
 def diagonal_values(p: Tensor, vd: Tensor) -> Tensor:
-    """Sums by probabilities [j, kv, g, Q] of values [j, Q, kv, d]: [kv, g, Q, d]."""
+    """Return [kv, g, Q, d]: values [j, Q, kv, d] weighted by p [j, kv, g, Q]."""
     return (p[..., None] * vd.permute(0, 2, 1, 3)[:, :, None]).sum(0)
 
 
 def diagonal_gradients(
     qh: Tensor, kd: Tensor, vd: Tensor, go: Tensor, diag: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The diagonals' part of the gradient of q, and those of kd and vd.
+    """Return the diagonals' part of the gradient of q, and the gradients of kd, vd.
 
     Args:
         qh: [kv, g, Q, d] queries.
         kd: [j, Q, kv, d] keys.
         vd: [j, Q, kv, d] values.
         go: [kv, g, Q, d], gradient of the output.
-        diag: [j, kv, g, Q] probabilities of the diagonals, under the whole softmax.
+        diag: [j, kv, g, Q] probabilities of the diagonals, under the full softmax.
         delta: [kv, g, Q], products of `go` with the output.
     """
     gp = diagonal_products(go, vd, diag.dtype).sub_(delta)
@@ -193,7 +196,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k0, v0, kd, vd."""
+        """Return the gradients of q, k0, v0, kd, vd."""
         q, k0, v0, kd, vd, out = ctx.saved_tensors
         rows, heads, dim = q.shape
         kv = k0.shape[1]
@@ -215,7 +218,7 @@ class _PackedAttention(torch.autograd.Function):
             gp.sub_(delta[:, :, rows_q].reshape(kv, group * n, 1))
             gs = gp.mul_(p).mul_(scale).to(q.dtype)
             gq[:, :, rows_q] = torch.bmm(gs, doc.of(kh)).view(kv, group, n, dim)
-            if doc.own_lo == doc.own_hi:  # slices of documents come first, disjoint
+            if doc.own_lo == doc.own_hi:  # documents come first and are disjoint
                 torch.bmm(p.transpose(1, 2), god, out=gv[:, rows_k])
                 gk[:, rows_k] = torch.bmm(gs.transpose(1, 2), qd)
             else:
@@ -237,7 +240,7 @@ def packed_attention(
     active: Tensor,
     layout: RowLayout,
 ) -> Tensor:
-    """Attend to the step-0 rows that are seen, and to the diagonals.
+    """Attend to visible step-0 rows and to the diagonals.
 
     Args:
         q: [Q, n_h, d] queries of the active rows, rotated.
@@ -257,14 +260,14 @@ def packed_attention(
 
 
 Attention = Callable[..., Tensor]
-"""Arguments and result as those of `packed_attention`."""
+"""Function with the arguments and result of `packed_attention`."""
 
 
 def attention_backend(name: str, device: str) -> Attention:
-    """The attention of this name.
+    """Return the attention backend of a name.
 
     Raises:
-        DraftError: It cannot train on this device.
+        DraftError: It is unknown, not installed, or cannot train on this device.
     """
     if name == "auto":
         name = "flex" if device == "cuda" else "packed"

@@ -1,12 +1,12 @@
-"""The draft's attention on accelerators: Torch's FlexAttention, or xformers.
+"""Attention of the draft on GPUs: torch's FlexAttention, or xformers.
 
-FlexAttention: the diagonals are further keys after the step-0 rows: key block j holds
-the keys that the active rows made at step j, and row q sees number q of each. A
-block-sparse mask makes that cost one tile per diagonal and 128 rows, so one kernel does
-everything and autograd gives all gradients.
+FlexAttention: the diagonals are additional keys after the step-0 rows. Key block j has
+the keys of the active rows at step j, and row q attends to key q of each block. With a
+block-sparse mask this costs one tile per diagonal and 128 rows, so one kernel computes
+the forward pass and autograd all gradients.
 
-Torch has no backward of FlexAttention on CPU and runs it unfused there: the CPU is for
-tests of the forward only.
+On a CPU, torch runs FlexAttention unfused and without backward: for tests of the
+forward pass only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_tide.draft.attention import (
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
 
-# Lengths are rounded up to whole tiles; this also bounds how many are compiled for.
+# Lengths are rounded up to whole tiles, which also limits the compiled variants.
 _TILE = 128
 
 
@@ -46,7 +46,7 @@ def flex_attention(
     active: Tensor,
     layout: RowLayout,
 ) -> Tensor:
-    num_queries, num_rows = _whole(q.shape[0]), _whole(k0.shape[0])
+    num_queries, num_rows = _padded(q.shape[0]), _padded(k0.shape[0])
     keys, values = [_pad(k0, num_rows)], [_pad(v0, num_rows)]
     if kd is not None and vd is not None:
         keys += [_pad(k, num_queries) for k in kd]
@@ -69,7 +69,7 @@ def flex_attention(
 
 def _mask_of(active: Tensor, layout: RowLayout, num_queries: int, num_rows: int) -> Any:
     own, low, high = layout.spans(active)
-    # a padding query sees key 0 only, so that no softmax is over nothing
+    # A padding query attends to key 0, so that no softmax is empty.
     extra = (0, num_queries - active.numel())
     row, own, low, high = (F.pad(x, extra) for x in (active, own, low, high))
 
@@ -84,7 +84,7 @@ def _mask_of(active: Tensor, layout: RowLayout, num_queries: int, num_rows: int)
 
 @cache
 def _functions(device: str) -> tuple[Any, Any]:
-    """FlexAttention and its mask builder, compiled where that pays."""
+    """Return FlexAttention and its mask builder, compiled except on a CPU."""
     if device == "cpu":
         return torch_flex.flex_attention, torch_flex.create_block_mask
     return (
@@ -93,7 +93,7 @@ def _functions(device: str) -> tuple[Any, Any]:
     )
 
 
-def _whole(count: int) -> int:
+def _padded(count: int) -> int:
     return -(-count // _TILE) * _TILE
 
 
@@ -102,17 +102,17 @@ def _pad(x: Tensor, count: int) -> Tensor:
 
 
 def _heads(x: Tensor) -> Tensor:
-    """[n, heads, d] to [1, heads, n, d]."""
+    """Convert [n, n_h, d] to [1, n_h, n, d]."""
     return x.transpose(0, 1)[None]
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Queries and keys of all blocks, one after another.
+    """Queries and keys of all blocks, concatenated.
 
     Attributes:
-        places: int64 [Q], place of each query; blocks may have empty places, because
-            rows that are not computed stay between those that are.
+        places: int64 [Q], index of each query; rows that are not computed leave unused
+            indices within a block.
         keys: int64 [K], step-0 row of each key.
     """
 
@@ -122,25 +122,25 @@ class _Blocks:
     bias: Any
 
     def spread(self, x: Tensor) -> Tensor:
-        """Queries [Q, n_h, d] at their places, [1, num_places, n_h, d]."""
+        """Place queries [Q, n_h, d] into [1, num_places, n_h, d]."""
         out = x.new_zeros(1, self.num_places, *x.shape[1:])
         out[0, self.places] = x
         return out
 
     def inputs(self, q: Tensor, k0: Tensor, v0: Tensor) -> list[Tensor]:
-        """Query, key, value [1, n, n_h, d] of all blocks."""
+        """Return query, key, value [1, n, n_h, d] of all blocks."""
         group = q.shape[1] // k0.shape[1]
         rows = [x[self.keys].repeat_interleave(group, 1)[None] for x in (k0, v0)]
         return [self.spread(q), *rows]
 
     def fold(self, grad: Tensor, rows: Tensor) -> Tensor:
-        """Gradient of step-0 `rows` [R, n_kv, d] from the keys' [1, K, n_h, d]."""
+        """Sum the keys' gradient [1, K, n_h, d] into that of `rows` [R, n_kv, d]."""
         heads = grad.view(len(self.keys), rows.shape[1], -1, rows.shape[2]).sum(2)
         return torch.zeros_like(rows).index_add_(0, self.keys, heads)
 
 
 def _blocks_of(active: Tensor, layout: RowLayout, fmha: Any) -> _Blocks:
-    # First and end row of each segment, and the trunk rows before it.
+    # First and end row of each segment, and of the trunk rows before it.
     starts, branches = layout.doc_starts, layout.branch_starts
     ranges = [(lo, hi, 0, 0) for lo, hi in pairwise(starts)]
     ranges += [
@@ -172,7 +172,7 @@ def _blocks_of(active: Tensor, layout: RowLayout, fmha: Any) -> _Blocks:
 
 
 class _XformersAttention(torch.autograd.Function):
-    """Trunk by xformers, diagonals in closed form."""
+    """Step-0 rows by xformers, diagonals in closed form."""
 
     @staticmethod
     def forward(
@@ -193,19 +193,19 @@ class _XformersAttention(torch.autograd.Function):
         )
         if lse.ndim != 3 or lse.shape[0] != 1 or lse.shape[2] < blocks.num_places:
             raise DraftError(
-                "tide.train.attention is 'xformers', but this version returns a "
-                f"log-sum-exp of shape {tuple(lse.shape)}; install another one, or use "
-                "flex or packed."
+                "tide.train.attention is 'xformers', but its log-sum-exp has the "
+                f"unsupported shape {tuple(lse.shape)}; install another version, or "
+                "use flex or packed."
             )
         out = by_head(part[0, blocks.places], kv).to(wide)
         total = lse[0, :, blocks.places].to(wide).view(out.shape[:-1])  # [kv,g,Q]
         diag = None
         if kd is not None and vd is not None:
             scores = diagonal_products(by_head(q, kv), kd, wide) * q.shape[-1] ** -0.5
-            whole = torch.logsumexp(torch.cat([total[None], scores]), dim=0)
-            diag = (scores - whole).exp()
-            out = out * (total - whole).exp()[..., None]
-            out, total = out + diagonal_values(diag, vd.to(wide)), whole
+            merged = torch.logsumexp(torch.cat([total[None], scores]), dim=0)
+            diag = (scores - merged).exp()
+            out = out * (total - merged).exp()[..., None]
+            out, total = out + diagonal_values(diag, vd.to(wide)), merged
         out = by_row(out).to(q.dtype)
         ctx.blocks, ctx.fmha, ctx.diag = blocks, fmha, diag
         ctx.lse = lse
@@ -216,7 +216,7 @@ class _XformersAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, kd, vd, out, total = ctx.saved_tensors
         blocks, go, kv = ctx.blocks, grads[0].contiguous(), k0.shape[1]
-        # empty places keep their own log-sum-exp; their gradient is zero
+        # Unused indices keep their log-sum-exp; their gradient is zero.
         lse = ctx.lse.clone()
         lse[0, :, blocks.places] = total.flatten(0, 1).to(lse.dtype)
         gq, gk, gv = _call(
@@ -242,10 +242,10 @@ class _XformersAttention(torch.autograd.Function):
 def _call(function: Any, *args: Any, **more: Any) -> Any:
     try:
         return function(*args, **more)
-    except NotImplementedError as error:  # of its dispatch
+    except NotImplementedError as error:  # no kernel to dispatch to
         raise DraftError(
             "tide.train.attention is 'xformers', which has no kernel for this device, "
-            f"type and head size; use flex or packed ({str(error).splitlines()[0]})"
+            f"dtype and head_dim; use flex or packed ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -258,22 +258,21 @@ def xformers_attention(
     active: Tensor,
     layout: RowLayout,
 ) -> Tensor:
-    """The draft's attention by xformers' block-diagonal biases.
+    """Attend with xformers' block-diagonal biases; arguments as `packed_attention`.
 
     One memory-efficient attention over the step-0 rows, merged with the diagonals by
-    log-sum-exp. Each document and each branch is a block of queries with its keys
-    beside it, causal from the bottom right: the m rows of a branch stand below the rows
-    of the trunk before its anchor, which is exactly the mask of eagle3-training.md c.8.
-    What was given up: the trunk rows before an anchor are copied once per branch, as
-    the biases let no two blocks share keys.
+    log-sum-exp. Each document and each branch is a block of queries and keys, causal
+    from the bottom right: the m rows of a branch come after the trunk rows before its
+    anchor, which gives the mask of eagle3-training.md c.8. As blocks cannot share keys,
+    the trunk rows before an anchor are copied for every branch.
 
-    The backward pass hands the merged output and log-sum-exp to xformers' own: with
-    p = exp(s - lse) and ds = p (go v - go out) it then gives the part of the gradient
-    that goes through the step-0 rows (as in ring attention, arXiv:2310.01889).
+    The backward pass calls xformers' backward with the merged output and log-sum-exp:
+    with p = exp(s - lse) and ds = p (go v - go out) it returns the part of the gradient
+    through the step-0 rows (as in ring attention, arXiv:2310.01889).
 
     Raises:
-        DraftError: This xformers answers in an unknown form, or has no kernel for this
-            device and type (0.0.35's take bfloat16 and float16 only).
+        DraftError: The result of this xformers version is not supported, or it has no
+            kernel for this device and dtype (0.0.35: bfloat16 and float16 only).
     """
     fmha: Any = importlib.import_module("xformers.ops").fmha
     blocks = _blocks_of(active, layout, fmha)

@@ -1,8 +1,8 @@
-"""Draft checkpoints in Hugging Face EAGLE-3 form, strict about names and shapes.
+"""Draft checkpoints in Hugging Face EAGLE-3 form, with strict names and shapes.
 
-Reads also speculators' form (`layers.0.` for `midlayer.`, another `config.json`);
-writes EAGLE-3 names, which vLLM's `llama_eagle3.py` loads. `speculators.py` writes the
-other form.
+Also reads speculators' form (`layers.0.` for `midlayer.`, another `config.json`).
+Writes EAGLE-3 names, which vLLM's `llama_eagle3.py` loads; `speculators.py` writes
+speculators' form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
 from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, parameter_shapes
-from vllm_tide.draft.target import TargetRows, opened
+from vllm_tide.draft.target import TargetRows, open_safetensors
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.transport.rendezvous import write_private
 
@@ -28,7 +28,7 @@ _OPTIONAL = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """Read every tensor of a draft directory under the names stored there.
+    """Read all tensors of a draft directory by their stored names.
 
     Raises:
         DraftError: No safetensors file, or an unreadable one.
@@ -38,31 +38,31 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         hint = ""
         if any(Path(directory).glob("*.bin")):
             hint = " Convert its .bin file to safetensors first."
-        raise DraftError(f"{directory}: holds no .safetensors file.{hint}")
+        raise DraftError(f"{directory}: no .safetensors file.{hint}")
     out: dict[str, Tensor] = {}
     for path in files:
-        with opened(path) as archive:
+        with open_safetensors(path) as archive:
             for name in archive.keys():  # noqa: SIM118 - not a mapping
                 out[name] = archive.get_tensor(name)
     return out
 
 
 def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a directory, from the headers of its files.
+    """Read the shapes of a directory's tensors from the file headers.
 
     Raises:
         DraftError: A file cannot be read.
     """
     out: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
-        with opened(path) as archive:
+        with open_safetensors(path) as archive:
             for name in archive.keys():  # noqa: SIM118 - not a mapping
                 out[name] = tuple(archive.get_slice(name).get_shape())
     return out
 
 
 def canonical_name(name: str) -> str:
-    """EAGLE-3 name of a stored tensor."""
+    """Return the EAGLE-3 name of a stored tensor."""
     name = name.removeprefix("model.")
     if name.startswith("layers.0."):
         name = f"{LAYER}." + name.removeprefix("layers.0.")
@@ -70,7 +70,7 @@ def canonical_name(name: str) -> str:
 
 
 def check_shapes(config: Eagle3Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DraftError, naming the tensor, unless known names have shapes that fit."""
+    """Raise DraftError if a tensor's shape does not match the config."""
     hidden = config.hidden_size
     expected = parameter_shapes(config) | {
         "lm_head.weight": (config.draft_vocab_size, hidden),
@@ -82,12 +82,12 @@ def check_shapes(config: Eagle3Config, shapes: Mapping[str, tuple[int, ...]]) ->
         if shape != expected.get(name, shape):
             raise DraftError(
                 f"draft checkpoint: {name} has shape {shape}, "
-                f"the config asks for {expected[name]}."
+                f"the config requires {expected[name]}."
             )
 
 
 def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
-    """Raise DraftError, naming the tensor, unless names and shapes fit `config`."""
+    """Raise DraftError if names, shapes or dtypes do not match `config`."""
     expected = parameter_shapes(config)
     missing = sorted(set(expected) - set(tensors))
     if missing:
@@ -110,10 +110,10 @@ def _some(names: list[str]) -> str:
 
 
 def stored_vocab(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> VocabMap:
-    """The draft vocabulary that a checkpoint's tensors describe.
+    """Return the draft vocabulary of a checkpoint's tensors.
 
     Raises:
-        DraftError: They lack it, or contradict themselves.
+        DraftError: `d2t` is missing, or `d2t` and `t2d` differ.
     """
     if "d2t" in tensors:
         vocab = VocabMap.from_d2t(tensors["d2t"], config.vocab_size)
@@ -131,14 +131,14 @@ def build_draft(
     target: TargetRows,
     shared: Collection[str] = (),
 ) -> Eagle3Draft:
-    """Make a draft of stored tensors, borrowing from the target what is absent.
+    """Build a draft from stored tensors; the target's replace absent ones.
 
     Args:
-        shared: Names the server takes from the target although they are stored;
-            neither trained nor exported.
+        shared: Stored names for which the server uses the target's tensors; neither
+            trained nor exported.
 
     Raises:
-        DraftError: A name or shape is wrong, or draft and target do not fit.
+        DraftError: A name or shape is wrong, or draft and target do not match.
     """
     names = {canonical_name(name): name for name in stored}
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
@@ -157,14 +157,12 @@ def build_draft(
     pruned = config.draft_vocab_size != config.vocab_size
     vocab = stored_vocab(config, tensors)
     values = dict(tensors)
-    owns_lm_head, owns_embed = (
-        "lm_head.weight" in values,
-        "embed_tokens.weight" in values,
-    )
+    owns_lm_head = "lm_head.weight" in values
+    owns_embed = "embed_tokens.weight" in values
     if config.hidden_size != target.hidden_size and not (owns_lm_head and owns_embed):
         raise DraftError(
-            "draft checkpoint: a draft narrower than its target needs its own "
-            "lm_head.weight and embed_tokens.weight."
+            "draft checkpoint: lm_head.weight and embed_tokens.weight are required if "
+            "hidden_size differs from the target's."
         )
     if not owns_lm_head:
         if pruned:
@@ -199,12 +197,12 @@ def load_draft(
 def export_tensors(
     draft: Eagle3Draft, dtype: torch.dtype | None = None, *, stored_names: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors of the checkpoint, as contiguous CPU copies.
+    """Return contiguous CPU copies of the checkpoint's tensors.
 
     Args:
-        dtype: Floating type; the checkpoint's own when None.
-        stored_names: Use the names of the checkpoint it was loaded from, which a
-            server compares publications with, instead of EAGLE-3 names.
+        dtype: Floating dtype; None: the checkpoint's.
+        stored_names: Use the names of the loaded checkpoint instead of EAGLE-3 names; a
+            server compares publications by them.
     """
     dtype = dtype or draft.checkpoint_dtype
     out = {
@@ -221,12 +219,12 @@ def export_tensors(
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b of names and values (hexadecimal), whatever their order."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return the BLAKE2b of names and values (hexadecimal), sorted by name."""
+    hasher = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def save_draft(
@@ -237,12 +235,12 @@ def save_draft(
 
 
 def hf_config(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The `config.json` of the Hugging Face form, with the tensors' dtype."""
+    """Return the `config.json` of the Hugging Face form, with the tensors' dtype."""
     return config.to_json() | {"torch_dtype": dtype_name(tensors)}
 
 
 def dtype_name(tensors: Mapping[str, Tensor]) -> str:
-    """The checkpoint's floating type as torch names it: that of `fc.weight`."""
+    """Return torch's name of the checkpoint's dtype, that of `fc.weight`."""
     return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
@@ -251,12 +249,12 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory: `model.safetensors` and `config.json`.
 
-    Each file is replaced atomically and reaches the disk before it gets its name.
+    Each file is flushed to disk and replaced atomically.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    data = save(held, metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    data = save(contiguous, metadata={"format": "pt"})
     write_private(folder / "model.safetensors", data, durable=True)
     text = json.dumps(config, indent=2) + "\n"
     write_private(folder / "config.json", text, durable=True)

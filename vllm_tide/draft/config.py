@@ -1,7 +1,7 @@
-"""Shape and switches of one EAGLE-3 draft, read from its `config.json`.
+"""Shape and options of an EAGLE-3 draft, read from its `config.json`.
 
-Supports what published one-layer Llama drafts use; refuses the rest in one sentence,
-because a switch that is silently ignored trains fine and serves badly.
+Supports the options of published one-layer Llama drafts and refuses all others: an
+ignored option would give a draft that trains but has low acceptance when served.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
 )
 _ROPE_TYPES = ("default", "linear", "llama3")
-_FIELDS_APART = ("aux_layer_ids", "rope")  # of `Eagle3Config`: written otherwise
-_LARGEST = 1 << 24  # of any size in a configuration
+_OTHER_NAMES = ("aux_layer_ids", "rope")  # fields with another name in config.json
+_MAX_SIZE = 1 << 24  # of any integer in a configuration
 
 
 class DraftError(ValueError):
-    """A draft or target checkpoint cannot be used; the message says why."""
+    """A draft or target checkpoint cannot be used."""
 
 
 class UnsupportedDraft(DraftError):
-    """A draft of a kind that cannot be trained here; vLLM may serve it all the same."""
+    """A kind of draft that cannot be trained here, although vLLM may serve it."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding parameters (neox halves, full head)."""
+    """Rotary embedding parameters (neox halves, all of head_dim)."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -43,7 +43,7 @@ class Rope:
     original_max_position: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Angle per position of each of the `head_dim / 2` pairs (radians)."""
+        """Return the angle per position of the `head_dim / 2` pairs (radians)."""
         plain = [self.theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "linear":
             return [f / self.factor for f in plain]
@@ -64,9 +64,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Everything that shapes the draft.
+    """Configuration of a draft.
 
-    `aux_layer_ids` follow vLLM: id L is the residual stream entering layer L.
+    `aux_layer_ids` are vLLM's: id L is the residual stream entering layer L.
     """
 
     hidden_size: int
@@ -102,10 +102,10 @@ class Eagle3Config:
 
         Args:
             raw: The draft's configuration (EAGLE-3 or speculators form).
-            target: The target's configuration; gives the default layer ids.
+            target: The target's configuration, for default layer ids.
 
         Raises:
-            DraftError: The draft has a shape or switch that is not supported.
+            DraftError: A shape or option of the draft is not supported.
         """
         try:
             return cls._read(raw, target)
@@ -113,8 +113,7 @@ class Eagle3Config:
             raise
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise DraftError(
-                f"draft config: a value is of another kind than it must be "
-                f"({error!r:.150})."
+                f"draft config: a value has the wrong type ({error!r:.150})."
             ) from None
 
     @classmethod
@@ -135,25 +134,25 @@ class Eagle3Config:
         _refuse_unsupported(body)
         eagle = body.get("eagle_config") or {}
         hidden = _need(body, "hidden_size")
-        heads = _need(body, "num_attention_heads")
+        num_heads = _need(body, "num_attention_heads")
         vocab = _need(body, "vocab_size")
-        switch = {
+        options = {
             name: bool(eagle.get(name, body.get(name, default)))
             for name, default in (
                 ("norm_before_residual", speculators),
                 ("norm_before_fc", False),
             )
         }
-        if not speculators:  # vLLM reads this one at the top level only
-            switch["norm_before_residual"] = bool(body.get("norm_before_residual"))
-        if switch["norm_before_fc"] and body.get("fc_norm"):
+        if not speculators:  # vLLM reads this option at the top level only
+            options["norm_before_residual"] = bool(body.get("norm_before_residual"))
+        if options["norm_before_fc"] and body.get("fc_norm"):
             raise DraftError("draft: norm_before_fc and fc_norm exclude each other.")
-        kv_heads = _need(body, "num_key_value_heads", heads)
-        head_dim = _need(body, "head_dim", hidden // heads)
-        if heads % kv_heads or head_dim % 2:
+        num_kv_heads = _need(body, "num_key_value_heads", num_heads)
+        head_dim = _need(body, "head_dim", hidden // num_heads)
+        if num_heads % num_kv_heads or head_dim % 2:
             raise DraftError(
-                f"draft config: {heads} heads of {kv_heads} keys and values, of "
-                f"{head_dim} numbers each; groups must be whole and numbers paired."
+                f"draft config: num_attention_heads {num_heads} must be a multiple of "
+                f"num_key_value_heads {num_kv_heads}, and head_dim {head_dim} even."
             )
         eps = float(body.get("rms_norm_eps", 1e-6))
         if not 0.0 <= eps < math.inf:
@@ -161,8 +160,8 @@ class Eagle3Config:
         return cls(
             hidden_size=hidden,
             intermediate_size=_need(body, "intermediate_size"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=vocab,
             draft_vocab_size=_need(body, "draft_vocab_size", vocab),
@@ -173,11 +172,11 @@ class Eagle3Config:
             fc_norm=bool(body.get("fc_norm", False)),
             norm_output=bool(body.get("norm_output", False)),
             max_position_embeddings=_need(body, "max_position_embeddings", 2048),
-            **switch,
+            **options,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The `config.json` that vLLM loads as `Eagle3LlamaForCausalLM`."""
+        """Return the `config.json` that vLLM loads as `Eagle3LlamaForCausalLM`."""
         rope: dict[str, Any] = {"rope_type": self.rope.kind}
         if self.rope.kind != "default":
             rope["factor"] = self.rope.factor
@@ -198,31 +197,31 @@ class Eagle3Config:
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
             "num_aux_hidden_states": self.num_aux,
         }
-        # The other fields have the names that vLLM gives them.
-        fields = {k: v for k, v in vars(self).items() if k not in _FIELDS_APART}
+        # All other fields have vLLM's names.
+        fields = {k: v for k, v in vars(self).items() if k not in _OTHER_NAMES}
         return out | fields
 
 
-def regular(path: Path) -> Path:
-    """Return `path`, which is to be read next.
+def regular_file(path: Path) -> Path:
+    """Return `path` if it is absent or a regular file.
 
     Raises:
-        DraftError: It is a pipe, a device or a directory: reading might never end.
+        DraftError: It is a pipe, a device or a directory; a read might not end.
     """
     if path.exists() and not path.is_file():
-        raise DraftError(f"{path}: cannot be read (it is no regular file).")
+        raise DraftError(f"{path}: cannot be read (not a regular file).")
     return path
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    path = regular(Path(directory) / "config.json")
+    path = regular_file(Path(directory) / "config.json")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DraftError(f"{path}: cannot be read as JSON ({why}).") from None
     if not isinstance(value, dict):
-        raise DraftError(f"{path}: must hold a JSON object.")
+        raise DraftError(f"{path}: must contain a JSON object.")
     return value
 
 
@@ -230,10 +229,10 @@ def _need(body: dict[str, Any], name: str, default: int | None = None) -> int:
     value = body.get(name)
     if value is None and default is not None:
         value = default
-    if type(value) is not int or not 0 < value <= _LARGEST:
+    if type(value) is not int or not 0 < value <= _MAX_SIZE:
         raise DraftError(
             f"draft config: {name} is {value!r:.40}; it must be an integer from 1 to "
-            f"{_LARGEST}."
+            f"{_MAX_SIZE}."
         )
     return value
 
@@ -246,7 +245,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
             f"draft config: architecture {names[0]!r:.60} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}."
         )
-    wanted: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "model_type": ("llama", None),
         "num_hidden_layers": (1, None),
         "hidden_act": ("silu", None),
@@ -259,7 +258,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         "quantization_config": (None,),
         "parallel_drafting": (False, None),
     }
-    for name, allowed in wanted.items():
+    for name, allowed in supported.items():
         if body.get(name) not in allowed:
             raise UnsupportedDraft(
                 f"draft config: {name}={body[name]!r:.60} is not supported; it must be "
@@ -268,7 +267,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
     eagle = body.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedDraft(
-            "draft config: use_aux_hidden_state=false is EAGLE-1, not 3."
+            "draft config: use_aux_hidden_state=false (EAGLE-1) is not supported."
         )
     if "sliding_attention" in (body.get("layer_types") or []):
         raise UnsupportedDraft(
@@ -287,21 +286,23 @@ def _layer_ids(
         ids = (2, layers // 2, layers - 3)  # vLLM's default
     if not ids:
         raise DraftError(
-            f"draft config: {name} is missing and no target config gives a default."
+            f"draft config: {name} is missing, and there is no target config for a "
+            "default."
         )
     count = body.get("num_aux_hidden_states")
     if count is not None and count != len(ids):
         raise DraftError(
-            f"draft config: {count!r:.40} aux states but {len(ids)} layer ids."
+            f"draft config: num_aux_hidden_states is {count!r:.40}, but there are "
+            f"{len(ids)} layer ids."
         )
     out = tuple(sorted(int(i) for i in ids))  # vLLM returns them in layer order
     if len(set(out)) != len(out):
-        raise DraftError(f"draft config: {name} {list(out)!r:.80} names a layer twice.")
+        raise DraftError(f"draft config: {name} {list(out)!r:.80} repeats a layer.")
     return out
 
 
 def read_rope(body: dict[str, Any]) -> Rope:
-    """Rotary embedding of a `config.json`; DraftError if the draft has none such."""
+    """Read the rotary embedding of a `config.json`; DraftError if unsupported."""
     scaling = body.get("rope_parameters") or body.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in _ROPE_TYPES:

@@ -1,14 +1,14 @@
-"""Changes of low rank: a fast draft as its difference from the draft it stands on.
+"""Low-rank changes: a fast draft as its difference from its base draft.
 
-A fast draft (`tide.test_time.adapt`) changes every few seconds and by little. It is
-published with the meta `{"delta": {"base": FINGERPRINT}}` and these tensors, NAME being
-one of the base's:
+A fast draft (`tide.test_time.adapt`) changes every few seconds by a small amount. It is
+published with the meta `{"delta": {"base": FINGERPRINT}}` and these tensors, where NAME
+is a tensor of the base:
 
 * `NAME.u` [m, r] and `NAME.v` [r, n]: u @ v is added to the base's matrix [m, n];
-* `NAME`, of the base's shape: in its place, where factors would be no smaller.
+* `NAME`, of the base's shape: replaces it, if factors would not be smaller.
 
-What is not named is the base's own; no tensors at all are the base again. Integer
-tensors (`d2t`) never change: another vocabulary is another base. No vLLM.
+Tensors without an entry are the base's; no entry at all means the base. Integer tensors
+(`d2t`) do not change: a base has one vocabulary. No vLLM.
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from vllm_tide.draft.checkpoint import digest
 from vllm_tide.draft.config import DraftError
 
 RANK = 48
-"""Of a published change, at most."""
-# Of the randomised decomposition (Halko, Martinsson and Tropp, arXiv 0909.4061): more
-# columns than are kept, and passes over the matrix that sharpen them.
-_SPARE, _PASSES = 8, 2
+"""Maximum rank of a published change."""
+# Randomized decomposition (Halko, Martinsson and Tropp, arXiv 0909.4061).
+_OVERSAMPLING, _POWER_ITERATIONS = 8, 2
 
 
 class Base:
-    """The draft that changes stand on; it is not read before the first one comes.
-
-    Not for two threads at once.
+    """The base of changes, read when the first change arrives; not thread-safe.
 
     Args:
-        read: Gives its tensors, on the host, as they were published or stored, without
-            those that are the target's.
+        read: Returns its published or stored tensors on the host, without those that
+            are shared with the target.
     """
 
     def __init__(self, read: Callable[[], dict[str, Tensor]]) -> None:
@@ -52,10 +49,10 @@ class Base:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Name of a base, the same for trainer and engine (32 hexadecimal digits).
+    """Return the digest of a base, equal in trainer and engine (32 hex digits).
 
     Args:
-        tensors: On the host; `t2d`, which an engine does not load, does not count.
+        tensors: On the host; `t2d` is ignored, as engines do not load it.
     """
     return digest({name: t for name, t in tensors.items() if name != "t2d"})
 
@@ -63,22 +60,21 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def factors(
     base: Mapping[str, Tensor], tensors: Mapping[str, Tensor], rank: int = RANK
 ) -> dict[str, Tensor]:
-    """The change from `base` to `tensors`, as it is published.
+    """Return the change from `base` to `tensors` in published form.
 
     Args:
         base: Matrices [m, n], vectors [n].
-        tensors: Of the same names, shapes and types, on any device. Of float32 both,
-            nothing is lost; what rounding took from one of them alone would count as
-            change.
+        tensors: Same names, shapes and dtypes, on any device. Both should be float32:
+            rounding of only one of them would be part of the change.
 
     Returns:
-        See above; on the host, in the base's types.
+        See above; on the host, in the base's dtypes.
 
     Raises:
-        DraftError: They differ in names, shapes or integers, or hold NaN or infinity.
+        DraftError: They differ in names, shapes or integers, or have NaN or infinity.
     """
-    if odd := sorted(base.keys() ^ tensors.keys()):
-        raise DraftError(f"draft change: only one of the drafts has {odd[0]}.")
+    if different := sorted(base.keys() ^ tensors.keys()):
+        raise DraftError(f"draft change: only one of the drafts has {different[0]}.")
     out: dict[str, Tensor] = {}
     for name, old in base.items():
         new = tensors[name].detach()
@@ -103,28 +99,27 @@ def factors(
 def apply(
     base: Mapping[str, Tensor], factors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The draft that `factors` make of `base`; always from the base, so errors stay.
+    """Apply `factors` to `base`; never to a changed draft, so errors do not add up.
 
     Returns:
-        Every tensor of the base's names, shapes and types; of what did not change the
-        base's own, not copies.
+        All tensors of the base; unchanged ones are not copied.
 
     Raises:
-        DraftError: One sentence: a name, a shape, other integers, NaN or infinity.
+        DraftError: A name, shape or integer differs, or there is NaN or infinity.
     """
     out = dict(base)
     on = next(iter(base.values())).device if base else torch.device("cpu")
     left = {name: tensor.to(on) for name, tensor in factors.items()}
     for name, old in base.items():
         u, v = left.pop(f"{name}.u", None), left.pop(f"{name}.v", None)
-        whole = left.pop(name, None)
-        if whole is not None:
-            _check_shape(name, old, whole)
-            new = whole
+        full = left.pop(name, None)
+        if full is not None:
+            _check_shape(name, old, full)
+            new = full
         elif u is not None and v is not None:
             new = _added(name, old, u, v)
         elif u is not None or v is not None:
-            raise DraftError(f"draft change: {name} has one factor and not the other.")
+            raise DraftError(f"draft change: {name} has only one of two factors.")
         else:
             continue
         if old.dtype.is_floating_point:
@@ -133,27 +128,25 @@ def apply(
         else:
             _check_equal(name, old, new)
     if left:
-        raise DraftError(f"draft change: {min(left)} belongs to nothing of the base.")
+        raise DraftError(f"draft change: {min(left)} is not a tensor of the base.")
     return out
 
 
 def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Nearest matrix of a rank, but for what a randomised decomposition misses.
-
-    Draws its own numbers, the same for everybody.
+    """Approximate a matrix by one of lower rank (randomized SVD, fixed seed).
 
     Args:
         matrix: float32 [m, n].
 
     Returns:
         u [m, r] and v [r, n], r = min(rank, m, n), of equal norms; their product is
-        exact up to rounding where the matrix has no higher rank.
+        exact up to rounding if the matrix has at most that rank.
     """
     generator = torch.Generator(matrix.device).manual_seed(0)
-    width = min(rank + _SPARE, *matrix.shape)
+    width = min(rank + _OVERSAMPLING, *matrix.shape)
     start = (matrix.shape[1], width)
     rows = torch.randn(start, generator=generator, device=matrix.device)
-    for _ in range(_PASSES):
+    for _ in range(_POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix @ rows).Q
         rows = torch.linalg.qr(matrix.T @ basis).Q
     basis = torch.linalg.qr(matrix @ rows).Q  # [m, width]
@@ -167,8 +160,8 @@ def _added(name: str, old: Tensor, u: Tensor, v: Tensor) -> Tensor:
     fit = u.ndim == v.ndim == old.ndim == 2 and u.shape[1] == v.shape[0]
     if not fit or (u.shape[0], v.shape[1]) != tuple(old.shape):
         raise DraftError(
-            f"draft change: factors {shapes[0]} and {shapes[1]} of {name} do not make "
-            f"{tuple(old.shape)}."
+            f"draft change: factors {shapes[0]} and {shapes[1]} of {name} do not fit "
+            f"the base's {tuple(old.shape)}."
         )
     return torch.addmm(old.float(), u.float(), v.float())
 
@@ -176,7 +169,7 @@ def _added(name: str, old: Tensor, u: Tensor, v: Tensor) -> Tensor:
 def _check_shape(name: str, old: Tensor, new: Tensor) -> None:
     if new.shape != old.shape:
         raise DraftError(
-            f"draft change: {name} has shape {tuple(new.shape)}, its base "
+            f"draft change: {name} has shape {tuple(new.shape)}, the base has "
             f"{tuple(old.shape)}."
         )
 
@@ -184,8 +177,8 @@ def _check_shape(name: str, old: Tensor, new: Tensor) -> None:
 def _check_equal(name: str, old: Tensor, new: Tensor) -> None:
     if not torch.equal(old.cpu(), new.cpu()):
         raise DraftError(
-            f"draft change: {name} is not its base's; another vocabulary is another "
-            "base."
+            f"draft change: {name} differs from the base's; a change cannot have "
+            "another vocabulary."
         )
 
 

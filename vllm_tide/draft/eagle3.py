@@ -1,7 +1,7 @@
-"""EAGLE-3 draft: `fc`, one Llama decoder layer over [token; feature], LM head.
+"""EAGLE-3 draft: `fc`, one Llama decoder layer over [token; feature], `lm_head`.
 
-The same computation as vLLM 0.32's `Eagle3LlamaForCausalLM`, written for training:
-fp32 master parameters, a chosen compute dtype, packed documents, training-time test.
+The computation of vLLM 0.32's `Eagle3LlamaForCausalLM`, written for training: fp32
+master parameters, selectable compute dtype, packed documents, training-time test.
 
 Shapes: R packed rows, those of rejected branches last, A aux layers, H hidden, V_d
 draft vocabulary.
@@ -55,13 +55,13 @@ class Eagle3Draft(nn.Module):
     Args:
         tensors: Initial value of every tensor of `parameter_shapes`, and
             `lm_head.weight` [V_d, H].
-        embed: [V_t, H] frozen token embedding (the draft's own, else the target's); the
-            parameters are put where it is.
-        owns_lm_head: The checkpoint carries `lm_head.weight`; it is trained and
-            exported. Otherwise the target's rows serve, frozen.
-        owns_embed: The checkpoint carries `embed_tokens.weight`; exported unchanged.
-        constants: Integer tensors of the checkpoint (`d2t`, `t2d`) as stored there.
-        stored_names: EAGLE-3 name to the checkpoint's own, where they differ.
+        embed: [V_t, H] frozen token embedding (the draft's, else the target's); the
+            parameters are on its device.
+        owns_lm_head: The checkpoint has `lm_head.weight`; it is trained and exported.
+            Otherwise the target's rows are used, frozen.
+        owns_embed: The checkpoint has `embed_tokens.weight`; exported unchanged.
+        constants: Stored integer tensors of the checkpoint (`d2t`, `t2d`).
+        stored_names: EAGLE-3 name to the checkpoint's name, if different.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Eagle3Draft(nn.Module):
         self.constants, self.stored_names = constants or {}, stored_names or {}
         self.config, self.vocab, self.checkpoint_dtype = config, vocab, dtype
         self.owns_lm_head, self.owns_embed = owns_lm_head, owns_embed
-        self.embed = embed  # not a parameter: frozen, shared, never copied
+        self.embed = embed  # frozen and shared, so not a parameter
         self.weights = nn.ParameterDict()
         for name in [*parameter_shapes(config), "lm_head.weight"]:
             value = tensors[name].detach().to(embed.device, torch.float32, copy=True)
@@ -104,12 +104,12 @@ class Eagle3Draft(nn.Module):
         vocab: VocabMap | None = None,
         seed: int = 0,
     ) -> Eagle3Draft:
-        """A fresh draft whose LM head starts as the target's rows.
+        """Initialize a fresh draft, with the target's rows as `lm_head`.
 
         Args:
             embed: [V_t, H] target embedding.
             lm_head: [V_t, H] target output rows.
-            vocab: Draft vocabulary; the whole target vocabulary when None.
+            vocab: Draft vocabulary; None: the full target vocabulary.
         """
         vocab = vocab or VocabMap.identity(config.vocab_size)
         random = torch.Generator().manual_seed(seed)
@@ -129,7 +129,7 @@ class Eagle3Draft(nn.Module):
         return self.weights[_key(name)]
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """All master parameters by checkpoint name (live, not copies)."""
+        """Return all master parameters by checkpoint name (not copies)."""
         return {_name(key): value for key, value in self.weights.items()}
 
     def clone(
@@ -138,9 +138,9 @@ class Eagle3Draft(nn.Module):
         vocab: VocabMap | None = None,
         constants: dict[str, Tensor] | None = None,
     ) -> Eagle3Draft:
-        """A draft with copies of the master parameters, or of others.
+        """Copy the draft, with copies of the master parameters or of `tensors`.
 
-        All else is shared, as far as nothing else is given.
+        Everything else is shared unless given.
         """
         return Eagle3Draft(
             self.config,
@@ -156,18 +156,18 @@ class Eagle3Draft(nn.Module):
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy master parameters from elsewhere.
+        """Copy `tensors` into the master parameters.
 
         Args:
-            tensors: By checkpoint name; what they lack stays (a shared LM head is not
-                published).
+            tensors: By checkpoint name; parameters without an entry are unchanged (a
+                shared `lm_head` is not published).
         """
         for name, value in self.named_tensors().items():
             if name in tensors:
                 value.copy_(tensors[name])
 
     def compute_weights(self, dtype: torch.dtype) -> Weights:
-        """Parameters cast once per forward; norms stay at least fp32."""
+        """Cast parameters, once per forward pass; norms stay at least fp32."""
         w: Weights = {}
         for key, value in self.weights.items():
             wide = value.ndim == 1 and dtype.itemsize < 4
@@ -191,8 +191,8 @@ class Eagle3Draft(nn.Module):
     ) -> list[Tensor]:
         """Run all training-time-test steps over packed documents and their branches.
 
-        Row t pairs feature t with token t + 1 (+ i at step i) of its own document.
-        Branch rows are computed in the same pass and change no trunk row
+        Row t pairs feature t with token t + 1 (+ i at step i) of the same document.
+        Branch rows are computed in the same pass and do not change trunk rows
         (eagle3-training.md c.8).
 
         Args:
@@ -206,7 +206,7 @@ class Eagle3Draft(nn.Module):
             `lm_head.weight` for logits.
 
         Raises:
-            DraftError: The attention cannot run here.
+            DraftError: The attention backend does not support this device.
         """
         w = weights if weights is not None else self.compute_weights(dtype)
         attend = attention_backend(attention, features.device.type)
@@ -250,7 +250,7 @@ class Eagle3Draft(nn.Module):
         return outputs
 
     def combine(self, features: Tensor, w: Weights) -> Tensor:
-        """`h^(0) = fc(g)`: [n, A*H] to [n, H]."""
+        """Compute `h^(0) = fc(g)`: [n, A*H] to [n, H]."""
         config = self.config
         if config.norm_before_fc:
             features = self._norm(features, w["input_norm.weight"], features.dtype)
@@ -266,7 +266,7 @@ class Eagle3Draft(nn.Module):
         return F.linear(features, w["fc.weight"])
 
     def logits(self, normed: Tensor, w: Weights) -> Tensor:
-        """[n, H] to [n, V_d] over draft ids."""
+        """Compute logits [n, V_d] over draft ids from [n, H]."""
         return F.linear(normed, w["lm_head.weight"])
 
     def _norm(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -286,14 +286,14 @@ class Eagle3Draft(nn.Module):
         return torch.cat([u, v], dim=-1), residual
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # fp64 angles: position times frequency loses digits in fp32 at long context
+        # fp64: fp32 angles are inexact at long context.
         frequency = self._inv_freq.to(positions.device, torch.float64)
         angle = positions.to(torch.float64)[:, None] * frequency
         return angle.cos().float()[:, None], angle.sin().float()[:, None]
 
     @staticmethod
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # x [n, heads, d]; cos, sin [n, 1, d/2]
+        # x [n, n_h, d]; cos, sin [n, 1, d/2]
         a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Writes a draft for others: one directory with weights, configuration, model card."""
+"""Export of a draft: a directory with weights, configuration and model card."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Form = Literal["hf", "speculators"]
 
 @dataclass(frozen=True)
 class ExportedDraft:
-    """A draft on its way out.
+    """A draft to export.
 
     Attributes:
-        tensors: By EAGLE-3 names, CPU. A name the target shares may be absent.
-        verifier: The target, or None when nothing says which it is.
+        tensors: By EAGLE-3 name, on the CPU; shared ones may be absent.
+        verifier: The target; None if unknown.
         version: Version of the weights on their engine, or None.
-        source: Where they were read from, in words.
-        figures: Measured figures by the keys of `model_card.FIGURES`.
-        trained: A trainer of ours made it; False if nobody knows.
+        source: Description of their origin.
+        figures: Measured figures by the keys of `FIGURES`.
+        trained: Trained by vllm_tide; False if unknown.
     """
 
     config: Eagle3Config
@@ -54,7 +54,7 @@ class ExportedDraft:
 def with_mapping(
     config: Eagle3Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """EAGLE-3 names, checked, with the `t2d` that a publication leaves out.
+    """Check tensors and return them by EAGLE-3 name, with `t2d` if it is missing.
 
     Raises:
         DraftError: A name, shape or the vocabulary mapping is wrong.
@@ -73,7 +73,7 @@ def from_directory(
     """Read a draft directory of either form.
 
     Args:
-        target: The target's configuration, where the draft leaves layer ids out.
+        target: The target's configuration, for default layer ids.
     """
     raw = read_config(directory)
     config = Eagle3Config.from_json(raw, dict(target) if target is not None else None)
@@ -86,25 +86,23 @@ def from_directory(
 
 
 def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Path:
-    """Write the directory: all of it or nothing.
+    """Write the directory atomically.
 
     Args:
-        directory: Must not exist, or be empty.
+        directory: Absent or empty.
         form: "hf" (for `--speculative-config`) or "speculators" (`vllm serve DIR`).
 
     Raises:
-        DraftError: The directory is taken, or the form needs a target that is unknown.
+        DraftError: The directory is not empty, or the form needs an unknown target.
     """
     folder = Path(directory).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DraftError(
-            f"export: {str(directory)!r} exists and is not empty; name another "
-            "directory."
+            f"export: {str(directory)!r} is not empty; choose another directory."
         )
     if draft.verifier is None and form == "speculators":
         raise DraftError(
-            "export: speculators' form names its target and nothing says which it is; "
-            "give --target."
+            "export: speculators' form needs the name of the target; give --target."
         )
     tensors = with_mapping(draft.config, draft.tensors)
     verifier = draft.verifier or Verifier()
@@ -122,7 +120,7 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
             write_checkpoint(staged, hf_config(draft.config, tensors), tensors)
         card = model_card(draft, tensors, form, verifier)
         (staged / "README.md").write_text(card, encoding="utf-8")
-        # What makes them makes them private; an export is to be shared.
+        # Files are created private; an export is readable by others.
         for file in staged.iterdir():
             file.chmod(0o644)
         staged.chmod(0o755)
@@ -136,11 +134,11 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
     return folder
 
 
-# Key of a measured figure, what the card says of it, how it is written.
+# Key, label on the card and format of each measured figure.
 FIGURES: tuple[tuple[str, str, str], ...] = (
     ("holdout_acceptance_new", "Expected acceptance length, held-out requests", ".3f"),
-    ("holdout_acceptance_live", "The same of the draft before it", ".3f"),
-    ("gain", "Gain over the draft before it (tokens per verify step)", "+.4f"),
+    ("holdout_acceptance_live", "The same for the previous draft", ".3f"),
+    ("gain", "Gain over the previous draft (tokens per verify step)", "+.4f"),
     ("gain_error", "Standard error of the gain, over requests", ".4f"),
     ("holdout_requests", "Held-out requests", ".0f"),
     ("steps", "Optimizer steps", ".0f"),
@@ -154,7 +152,7 @@ _TEMPLATE = """---
 # EAGLE-3 draft
 
 A draft for speculative decoding{% if trained %}, trained by vllm_tide on the target's \
-own hidden states while it served{% endif %}. The target's outputs do not depend on it.
+hidden states during serving{% endif %}. The target's outputs do not depend on it.
 
 | | |
 |---|---|
@@ -165,7 +163,7 @@ own hidden states while it served{% endif %}. The target's outputs do not depend
 {% if figures %}| figure | value |
 |---|---|
 {% for label, text in figures %}| {{ label }} | {{ text }} |
-{% endfor %}{% else %}Nothing was measured on these weights.
+{% endfor %}{% else %}No measurements of these weights.
 {% endif %}
 ## Use
 
@@ -174,7 +172,7 @@ own hidden states while it served{% endif %}. The target's outputs do not depend
 
 
 def measured(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of every figure that is there and finite, in the card's order."""
+    """Return label and text of all finite figures, in the order of `FIGURES`."""
     rows = []
     for key, label, form in FIGURES:
         value = figures.get(key)
@@ -188,7 +186,7 @@ def measured(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 def model_card(
     draft: ExportedDraft, tensors: Mapping[str, Tensor], form: str, verifier: Verifier
 ) -> str:
-    """The card as Markdown with the hub's YAML header; `tensors` as they are stored."""
+    """Return the card: Markdown with the hub's YAML header; `tensors` as stored."""
     from huggingface_hub import ModelCard, ModelCardData
 
     target = verifier.hub_name
@@ -201,7 +199,7 @@ def model_card(
     )
     size = sum(t.numel() for t in tensors.values() if t.is_floating_point())
     shape = draft.config
-    kept = f"{shape.draft_vocab_size} of {shape.vocab_size} tokens"
+    vocabulary = f"{shape.draft_vocab_size} of {shape.vocab_size} tokens"
     version = "" if draft.version is None else f", version {draft.version}"
     command = "vllm serve DIRECTORY"
     if form == "hf" or not target:
@@ -217,7 +215,7 @@ def model_card(
             *([("Target", f"`{target}`")] if target else []),
             ("Weights", f"{draft.source or 'a draft directory'}{version}"),
             ("Parameters stored", f"{size} ({dtype_name(tensors)})"),
-            ("Draft vocabulary", kept),
+            ("Draft vocabulary", vocabulary),
             ("Target layers read", ", ".join(map(str, shape.aux_layer_ids))),
         ],
         figures=measured(draft.figures),

@@ -1,11 +1,10 @@
-"""A fresh head for a target: what `"model": "fresh"` serves on day 0.
+"""A fresh draft for a target: served on day 0 with `"model": "fresh"`.
 
-The layer is random (`Eagle3Draft.initialise`); the LM head is a copy of the target's
-output rows, so that its logits mean something before anything was trained. The copy is
-the draft's own: a trainer may freeze it to begin with and train it later.
+The layer is random (`Eagle3Draft.initialise`). `lm_head` is a copy of the target's
+output rows, so that logits are meaningful before training; as a copy it can be trained.
 
-Built directories are cached under the fingerprint of all they depend on, and never
-changed: `~/.cache/vllm_tide/fresh/<fingerprint>`, mode 0700.
+Built directories are cached by the fingerprint of all their inputs and do not change:
+`~/.cache/vllm_tide/fresh/<fingerprint>`, mode 0700.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.draft.vocab import VocabMap
 
 SEED = 0  # of the random matrices: every engine builds the same draft
-FORMAT = 1  # a change of how a head is built makes another fingerprint
+FORMAT = 1  # part of the fingerprint; increase it when the construction changes
 VOCAB_SIZES = {"cpu": 4096, "cuda": 32768}
-"""Tokens of a fresh draft by the trainer's device, at most the target's: a step over
-more takes longer. The trainer soon puts the most frequent ones of the traffic there."""
-MARK = "tide_fresh"  # key of config.json by which a fresh head is known
+"""Vocabulary size of a fresh draft by the trainer's device, at most the target's: a
+larger one has slower steps. The trainer replaces it by the most frequent tokens."""
+MARK = "tide_fresh"  # key of config.json that marks a fresh draft
 _ABANDONED_S = 3600.0
-_OWN_HEAD_DIM = 128
+_DEFAULT_HEAD_DIM = 128
 
 
 def is_fresh(directory: str | Path) -> bool:
@@ -57,7 +56,7 @@ def is_fresh(directory: str | Path) -> bool:
 
 
 def fresh_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Target layers a fresh head reads: early, middle, late (vLLM's own default).
+    """Return the aux layers of a fresh draft: early, middle, late (vLLM's default).
 
     Args:
         num_layers: Layers of the target; id L is the residual stream entering layer L.
@@ -66,23 +65,23 @@ def fresh_layer_ids(num_layers: int) -> tuple[int, ...]:
         DraftError: The target has fewer than 3 layers.
     """
     if num_layers < 3:
-        raise DraftError(f"a target of {num_layers} layers is too shallow; it needs 3.")
+        raise DraftError(f"the target has {num_layers} layers; at least 3 are needed.")
     ids = (2, num_layers // 2, num_layers - 3)
     if ids[0] < ids[1] < ids[2]:
         return ids
-    # Too few layers for the default: spread over what is there.
+    # Too few layers for the default: spread over all of them.
     return (1, num_layers // 2, num_layers - 1) if num_layers > 3 else (0, 1, 2)
 
 
-def sized(settings: FreshConfig, vocab_size: int, device: str) -> FreshConfig:
-    """Settings with a size, by the target's vocabulary and `tide.train.device`."""
+def with_vocab_size(settings: FreshConfig, vocab_size: int, device: str) -> FreshConfig:
+    """Fill in the default size for the target's vocabulary and `tide.train.device`."""
     default = min(vocab_size, VOCAB_SIZES[device.partition(":")[0]])
     size = settings.draft_vocab_size or default
     return settings.model_copy(update={"draft_vocab_size": size})
 
 
 def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Config:
-    """Shape of a fresh head for a target.
+    """Return the configuration of a fresh draft for a target.
 
     Raises:
         DraftError: A knob does not fit, or the target lacks a field.
@@ -92,15 +91,15 @@ def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Conf
     size = settings.draft_vocab_size or vocab
     if size > vocab:
         raise DraftError(
-            f"tide.fresh.draft_vocab_size: {size} is more than the target's {vocab} "
-            "tokens; give a smaller one or null."
+            f"tide.fresh.draft_vocab_size: {size} is larger than the target's {vocab}; "
+            "set a smaller one or null."
         )
-    heads, kv_heads, head_dim = _heads(text, hidden)
+    num_heads, num_kv_heads, head_dim = _head_counts(text, hidden)
     return Eagle3Config(
         hidden_size=hidden,
         intermediate_size=text.get("intermediate_size") or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=size,
@@ -115,10 +114,10 @@ def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Conf
 def build_fresh(
     target_dir: str | Path, settings: FreshConfig, dtype: torch.dtype
 ) -> Eagle3Draft:
-    """Build a head.
+    """Build a fresh draft.
 
     Args:
-        dtype: Floating type of the checkpoint; the engine's, see `set_apart`.
+        dtype: Floating dtype of the checkpoint; the engine's, see `distinct_copy`.
     """
     target = TargetRows.load(target_dir)
     config = fresh_config(target.config, settings)
@@ -128,33 +127,33 @@ def build_fresh(
     )
     rows = target.lm_head.to(dtype)
     if vocab.is_identity:
-        rows = set_apart(rows)
+        rows = distinct_copy(rows)
     draft = Eagle3Draft.initialise(config, target.embed_tokens, rows, vocab, SEED)
     draft.checkpoint_dtype = dtype
     return draft
 
 
-def set_apart(rows: Tensor) -> Tensor:
-    """A copy of output rows that differs in the last bit of one small number.
+def distinct_copy(rows: Tensor) -> Tensor:
+    """Copy output rows, with one bit of one small element changed.
 
-    vLLM compares the draft's LM head with the target's and, where every element is
-    equal, serves the target's own module for both: the head could never be trained.
+    If all elements of the draft's and the target's `lm_head` are equal, vLLM shares the
+    target's module, and the draft's could not be trained.
 
     Args:
-        rows: [V, H] in the dtype the engine computes in (a wider one would be rounded
-            back to equality).
+        rows: [V, H] in the engine's compute dtype (a wider one would be rounded to
+            equal values).
     """
     out = rows.detach().clone(memory_format=torch.contiguous_format)
     tiny = torch.finfo(out.dtype).tiny
     integer = {2: torch.int16, 4: torch.int32}[out.element_size()]
-    for row in range(out.shape[0] - 1, -1, -1):  # the highest ids are the rarest
+    for row in range(out.shape[0] - 1, -1, -1):  # highest ids are rarest
         size = out[row].abs().float()
         size[size <= tiny * 4] = float("inf")
         column = int(size.argmin())
         if bool(torch.isfinite(size[column])):
             out[row].view(integer)[column] ^= 1
             return out
-    raise DraftError("the target's output rows are all zero.")
+    raise DraftError("the target's lm_head is all zero.")
 
 
 def fresh_directory(
@@ -163,13 +162,13 @@ def fresh_directory(
     dtype: torch.dtype,
     cache: Path | None = None,
 ) -> Path:
-    """Directory of a fresh head, built unless the cache holds it.
+    """Return the directory of a fresh draft, built if it is not cached.
 
-    Several processes may ask at once: each builds apart, the first rename wins.
+    Concurrent processes build separately; the first rename wins.
 
     Args:
-        dtype: The engine's floating type.
-        cache: Folder of the heads; by default under `$XDG_CACHE_HOME` or `~/.cache`.
+        dtype: The engine's dtype.
+        cache: Cache folder; by default under `$XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
         DraftError: The target has no usable rows, or the cache cannot be written.
@@ -182,7 +181,7 @@ def fresh_directory(
         if _usable(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-        _drop_abandoned(root)
+        _remove_abandoned(root)
         staged = Path(tempfile.mkdtemp(dir=root, prefix=".building-"))  # mode 0700
         try:
             _write(staged, build_fresh(target_dir, settings, dtype))
@@ -196,7 +195,7 @@ def fresh_directory(
     except OSError as error:
         raise DraftError(
             f"the cache {str(root)!r} cannot be used ({error.strerror}); set "
-            "XDG_CACHE_HOME to a directory that can be written."
+            "XDG_CACHE_HOME to a writable directory."
         ) from None
     return folder
 
@@ -227,7 +226,7 @@ def _write(folder: Path, draft: Eagle3Draft) -> None:
 
 
 def _usable(folder: Path) -> bool:
-    """True if the directory is whole: its names and shapes fit its configuration."""
+    """Return whether names and shapes of a directory match its configuration."""
     try:
         config = Eagle3Config.from_json(read_config(folder))
         with safe_open(folder / "model.safetensors", framework="pt") as archive:
@@ -235,11 +234,11 @@ def _usable(folder: Path) -> bool:
             shape = archive.get_slice("fc.weight").get_shape()
     except (DraftError, OSError, SafetensorError):
         return False
-    whole = {"fc.weight", "lm_head.weight", "norm.weight"} <= names
-    return whole and tuple(shape) == (config.hidden_size, config.feature_size)
+    complete = {"fc.weight", "lm_head.weight", "norm.weight"} <= names
+    return complete and tuple(shape) == (config.hidden_size, config.feature_size)
 
 
-def _drop_abandoned(root: Path) -> None:
+def _remove_abandoned(root: Path) -> None:
     for path in root.glob(".building-*"):
         try:
             old = time.time() - path.stat().st_mtime > _ABANDONED_S
@@ -256,23 +255,24 @@ def _need(text: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _heads(text: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
-    """Query heads, key-value heads, head dimension: the target's, if plain."""
-    heads = text.get("num_attention_heads")
+def _head_counts(text: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Return num_heads, num_kv_heads and head_dim: the target's, if supported."""
+    num_heads = text.get("num_attention_heads")
     head_dim = text.get("head_dim")
-    if isinstance(heads, int) and heads > 0 and not text.get("kv_lora_rank"):
-        head_dim = head_dim or hidden // heads
-        kv_heads = text.get("num_key_value_heads") or heads
-        if head_dim % 2 == 0 and heads % kv_heads == 0:
-            return heads, kv_heads, head_dim
-    # Latent attention and other shapes have no such heads: take usual ones.
-    head_dim = min(_OWN_HEAD_DIM, hidden)
-    heads = max(1, hidden // head_dim)
-    return heads, heads // 4 if heads % 4 == 0 else heads, head_dim
+    if isinstance(num_heads, int) and num_heads > 0 and not text.get("kv_lora_rank"):
+        head_dim = head_dim or hidden // num_heads
+        num_kv_heads = text.get("num_key_value_heads") or num_heads
+        if head_dim % 2 == 0 and num_heads % num_kv_heads == 0:
+            return num_heads, num_kv_heads, head_dim
+    # Defaults for latent attention and other shapes.
+    head_dim = min(_DEFAULT_HEAD_DIM, hidden)
+    num_heads = max(1, hidden // head_dim)
+    num_kv_heads = num_heads // 4 if num_heads % 4 == 0 else num_heads
+    return num_heads, num_kv_heads, head_dim
 
 
 def _rope(text: Mapping[str, Any]) -> Rope:
-    """The target's base; its scaling too where the draft's module has it."""
+    """Return the target's theta, and its scaling if the draft's module supports it."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if "full_attention" in given:  # one entry per kind of layer
         given = given["full_attention"] or {}
@@ -284,14 +284,14 @@ def _rope(text: Mapping[str, Any]) -> Rope:
 
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_RESERVED_SHARE = 2  # special tokens and bytes take at most one half
+_RESERVED_SHARE = 2  # special tokens and bytes take at most 1/2
 
 
 def first_target_ids(target_dir: str | Path, vocab_size: int, size: int) -> Tensor:
-    """Target ids of a fresh head's vocabulary, int64 [size], increasing.
+    """Return the target ids of a fresh draft's vocabulary, int64 [size], sorted.
 
     Args:
-        target_dir: Directory of the target; a file that is absent is not needed.
+        target_dir: Directory of the target; its tokenizer files are optional.
         size: V_d, at most V_t.
     """
     if size >= vocab_size:
@@ -299,15 +299,15 @@ def first_target_ids(target_dir: str | Path, vocab_size: int, size: int) -> Tens
     reserved = dict.fromkeys(
         i for i in _reserved(Path(target_dir)) if 0 <= i < vocab_size
     )
-    kept = set(list(reserved)[: size // _RESERVED_SHARE])
-    lowest = (i for i in range(vocab_size) if i not in kept)
-    while len(kept) < size:
-        kept.add(next(lowest))
-    return torch.tensor(sorted(kept), dtype=torch.int64)
+    ids = set(list(reserved)[: size // _RESERVED_SHARE])
+    lowest = (i for i in range(vocab_size) if i not in ids)
+    while len(ids) < size:
+        ids.add(next(lowest))
+    return torch.tensor(sorted(ids), dtype=torch.int64)
 
 
 def _reserved(folder: Path) -> Iterator[int]:
-    """Ids that must be sayable, the most needed first."""
+    """Yield ids that the vocabulary should include, most important first."""
     for name in ("generation_config.json", "config.json"):
         raw = _read(folder / name)
         for part in (raw, raw.get("text_config") or {}):
@@ -336,7 +336,7 @@ def _ids(value: Any) -> Iterator[int]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none."""
+    """Read a JSON object; empty if absent or invalid."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""A pass of a draft over a few rows, straight from the tensors that are published.
+"""A forward pass over a few rows, from published tensors, to detect an overflow.
 
-No copy of the draft is made, as `Eagle3Draft` would: a server has no memory for that.
-Rotation is left out, for it changes no size. Whoever can read logits learns whether a
-draft overflows, which no tensor of it shows by itself.
+Unlike `Eagle3Draft` it does not copy the draft, for which a server has no memory. It
+leaves out rotary embedding, which does not change magnitudes. The tensors alone do not
+show whether the logits overflow.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROWS = 4
 def probe_rows(
     config: Eagle3Config, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Compute logits of made-up rows, always the same.
+    """Compute logits of random rows with a fixed seed.
 
     Args:
-        tensors: On the host, by a checkpoint's names; without a head of its own the
-            draft's output rows are the result.
-        dtype: What the server computes in.
+        tensors: On the host, by checkpoint name; without `lm_head.weight` the result is
+            the output rows before it.
+        dtype: The server's compute dtype.
 
     Returns:
         [ROWS, V_d] or [ROWS, H].

@@ -1,8 +1,8 @@
-"""Chooses a pruned draft's vocabulary anew, from counts of live traffic.
+"""Selection of a pruned draft's vocabulary from token counts of live traffic.
 
-The size stays: a serving engine's tensors have it. A new choice travels with the next
-publication as another `d2t`. Rows of tokens that stay keep what they learnt; rows of
-tokens that come are the target's, as a fresh head's are.
+The size is fixed by the serving engine's tensors. A new selection is part of the next
+publication, as another `d2t`. Rows of tokens in both vocabularies are unchanged; rows
+of added tokens are copied from the target, as in a fresh draft.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from vllm_tide.draft.vocab import VocabMap
 
 
 def choose_vocab(counts: Tensor, size: int) -> Tensor:
-    """The most counted tokens, int64 [size], increasing; `counts` is [V_t].
+    """Return the most frequent tokens, int64 [size], sorted; `counts` is [V_t].
 
-    Equal counts go to the lower id (the more frequent one in a byte-pair vocabulary).
+    Ties go to the lower id (the more frequent one in a byte-pair vocabulary).
 
     Raises:
-        DraftError: The size does not fit.
+        DraftError: The size is out of range.
     """
     if counts.ndim != 1 or not 0 < size <= counts.numel():
         raise DraftError(
-            f"draft vocabulary: {size} tokens cannot be chosen from {counts.numel()}."
+            f"draft vocabulary: cannot choose {size} of {counts.numel()} tokens."
         )
     rank = counts.detach().to("cpu", torch.float64)
     order = torch.argsort(rank, descending=True, stable=True)
@@ -34,7 +34,7 @@ def choose_vocab(counts: Tensor, size: int) -> Tensor:
 
 
 def coverage(counts: Tensor, vocab: VocabMap) -> float:
-    """Share of counted tokens that are in a draft vocabulary (0 to 1; 1 if none)."""
+    """Return the share of counted tokens in a draft vocabulary (0 to 1; 1 if none)."""
     total = float(counts.sum(dtype=torch.float64))
     if not total:
         return 1.0
@@ -45,17 +45,16 @@ def coverage(counts: Tensor, vocab: VocabMap) -> float:
 def better_vocab(
     counts: Tensor, vocab: VocabMap, min_gain: float = 0.005
 ) -> VocabMap | None:
-    """A vocabulary of the same size that covers traffic better, if that is worth it.
+    """Return a vocabulary of the same size with at least `min_gain` more coverage.
 
-    Tokens never counted stay where they are: only as many change as were heard.
+    Only counted tokens are added, so uncounted ones mostly stay.
 
     Args:
-        min_gain: Least gain in coverage for which a change pays (0 to 1): rows that
-            come must be trained.
+        min_gain: Minimum gain in coverage (0 to 1), as added rows need training.
     """
     if vocab.is_identity or not bool((counts > 0).any()):
         return None
-    # Half a count for what is in use: it wins ties and beats what was never heard.
+    # Half a count for current tokens: they win ties, also over uncounted tokens.
     biased = counts.detach().to("cpu", torch.float64, copy=True)
     biased[vocab.target_ids] += 0.5
     ids = choose_vocab(biased, vocab.target_ids.numel())
@@ -66,32 +65,32 @@ def better_vocab(
 
 
 def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Draft:
-    """A draft like this one over another vocabulary of the same size.
+    """Copy a draft with another vocabulary of the same size.
 
-    An optimizer's state for `lm_head.weight` belongs to the old rows.
+    An optimizer's state for `lm_head.weight` is then of the old rows.
 
     Raises:
-        DraftError: The size differs, or the LM head is the target's own.
+        DraftError: The size differs, or `lm_head` is shared with the target.
     """
     size = draft.vocab.target_ids.numel()
     if vocab.target_ids.numel() != size:
         raise DraftError(
-            f"draft vocabulary: {vocab.target_ids.numel()} tokens cannot replace "
-            f"{size}; a serving engine's size is fixed."
+            f"draft vocabulary: size {vocab.target_ids.numel()} differs from the "
+            f"served size {size}."
         )
     if not draft.owns_lm_head:
-        raise DraftError("draft vocabulary: the LM head is the target's own.")
+        raise DraftError("draft vocabulary: lm_head is shared with the target.")
     tensors = {name: value.detach() for name, value in draft.named_tensors().items()}
     old = tensors["lm_head.weight"]
-    at = draft.vocab.draft_ids[vocab.target_ids]  # [V_d], -1 where the token comes
-    stays = at >= 0
+    at = draft.vocab.draft_ids[vocab.target_ids]  # [V_d], -1 for added tokens
+    common = at >= 0
     rows = torch.empty_like(old)
-    rows[stays] = old[at[stays]]
-    rows[~stays] = target.lm_head[vocab.target_ids[~stays]].to(old)
+    rows[common] = old[at[common]]
+    rows[~common] = target.lm_head[vocab.target_ids[~common]].to(old)
     tensors["lm_head.weight"] = rows
-    fresh = {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    new = {"d2t": vocab.d2t, "t2d": vocab.t2d}
     constants = {
-        name: fresh[name].to(value.dtype) for name, value in draft.constants.items()
+        name: new[name].to(value.dtype) for name, value in draft.constants.items()
     }
     out = draft.clone(tensors, vocab, constants)
     for name, value in draft.named_tensors().items():
@@ -100,13 +99,13 @@ def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Dr
 
 
 MIN_TOKENS = 4096
-"""Counted tokens before the first choice."""
+"""Counted tokens before the first selection."""
 HALF_LIFE_TOKENS = 1 << 20
-"""Counted tokens after which one counts half."""
+"""Counted tokens after which a count is halved."""
 
 
 class LiveVocabulary:
-    """Decayed counts, float64 [V_t], of what the target says."""
+    """Decayed counts, float64 [V_t], of generated tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.counts: Tensor = torch.zeros(vocab_size, dtype=torch.float64)
@@ -121,7 +120,7 @@ class LiveVocabulary:
             self._since = 0
 
     def better(self, vocab: VocabMap) -> VocabMap | None:
-        """A vocabulary of the same size that covers traffic better, or None."""
+        """Return a vocabulary of the same size with more coverage, or None."""
         if float(self.counts.sum()) < MIN_TOKENS:
             return None
         return better_vocab(self.counts, vocab)

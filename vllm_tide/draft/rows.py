@@ -2,8 +2,8 @@
 
 Shapes: N trunk rows of D documents, M rows of B branches, R = N + M rows in all.
 
-A branch leaves its document at anchor a: its row 0 embeds the rejected token b_1 in
-place of the true x_{a+1} and sees the trunk rows before a only
+A branch starts at anchor a of its document: its row 0 embeds the rejected token b_1
+instead of the committed x_{a+1} and attends to the trunk rows before a only
 (eagle3-training.md c.8).
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which rows one training-time-test step computes.
+    """Rows that one training-time-test step computes.
 
     Attributes:
-        active: int64 [Q], sorted rows computed at this step; a subset of the last.
+        active: int64 [Q], sorted rows of this step; a subset of the previous step's.
         loss: int64 [L], indices into `active` of rows with a teacher at this step.
     """
 
@@ -30,16 +30,17 @@ class StepRows:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which step-0 keys each of R rows may attend to.
+    """Step-0 keys that each of R rows may attend to.
 
-    Every row belongs to a segment of consecutive rows (a document or a branch) and sees
-    the rows of its segment up to itself. A row of a branch sees its document's rows
-    before the anchor as well.
+    Every row is in a segment of consecutive rows (a document or a branch) and attends
+    to the rows of its segment up to itself. A row of a branch also attends to its
+    document's rows before the anchor.
 
     Attributes:
         doc_starts: D + 1 offsets; the last is N.
-        branch_starts: B + 1 offsets, the first is N and the last R; [N] without any.
-        anchors: B trunk rows; the branch sees its document's rows before this one.
+        branch_starts: B + 1 offsets from N to R; [N] without branches.
+        anchors: B trunk rows; the branch attends to its document's rows before it.
+        docs: B documents of the branches.
     """
 
     doc_starts: list[int]
@@ -56,14 +57,14 @@ class RowLayout:
         return self.doc_starts[-1]
 
     def ahead(self, rows: Tensor, step: int | Tensor) -> Tensor:
-        """Rows whose token some rows embed at a step, and whose teacher they have.
+        """Return the rows that hold the embedded token and the teacher of `rows`.
 
-        Entry j of a branch is of position a + j + 1, so its row j begins with its own.
+        Entry j of a branch is of position a + j + 1, so at step 0 row j has entry j.
         """
         return rows + step + (rows < self.num_trunk)
 
     def spans(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys that some rows see: [own, row] and [low, high).
+        """Return the visible keys of some rows: [own, row] and [low, high).
 
         Args:
             rows: int64 [Q].

@@ -1,9 +1,10 @@
-"""speculators' form of an EAGLE-3 draft, as vLLM 0.32 reads it.
+"""The form of an EAGLE-3 draft that the speculators library writes, for vLLM 0.32.
 
-vLLM (`transformers_utils/configs/speculators`) takes `transformer_layer_config` as the
-model's configuration, copies a few EAGLE-3 fields from the top level into it, and finds
-target and draft length under `speculators_config`, so that `vllm serve DIR` is enough.
-Tensors are those of the Hugging Face form with `layers.0.` for `midlayer.`.
+vLLM (`transformers_utils/configs/speculators`) reads the model's configuration from
+`transformer_layer_config`, copies some EAGLE-3 fields from the top level into it, and
+reads target and number of draft tokens from `speculators_config`, so that `vllm serve
+DIR` suffices. Tensors are those of the Hugging Face form with `layers.0.` for
+`midlayer.`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm_tide.draft.checkpoint import canonical_name, dtype_name, write_checkpo
 from vllm_tide.draft.config import DraftError, Eagle3Config
 from vllm_tide.draft.eagle3 import LAYER
 
-# Keys beside the layer's configuration, and keys of the other form only.
+# Keys outside of the layer's configuration, and keys of the Hugging Face form only.
 _TOP_KEYS = (
     "draft_vocab_size",
     "target_hidden_size",
@@ -30,15 +31,15 @@ _TOP_KEYS = (
     "eagle_aux_hidden_state_layer_ids",
 )
 _HF_KEYS = ("architectures", "num_aux_hidden_states")
-_DEFAULT_NUM_AUX = 3  # vLLM's, where the configuration does not say
+_DEFAULT_NUM_AUX = 3  # vLLM's default
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target as speculators' configuration names it.
+    """The target in speculators' configuration.
 
     Attributes:
-        name_or_path: Hub name, from which `vllm serve` loads the target, or directory.
+        name_or_path: Hub name or directory from which `vllm serve` loads the target.
     """
 
     name_or_path: str = ""
@@ -47,7 +48,7 @@ class Verifier:
 
     @property
     def hub_name(self) -> str:
-        """What may be written down; empty for a place on this machine."""
+        """The Hub name; empty for a directory, which is not written to files."""
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         try:
@@ -64,18 +65,18 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 def speculators_config(
     config: Eagle3Config, verifier: Verifier, dtype: str
 ) -> dict[str, Any]:
-    """The `config.json` of speculators' form.
+    """Return the `config.json` of speculators' form.
 
     Args:
-        dtype: Floating type of the tensors as torch names it.
+        dtype: Torch's name of the tensors' dtype.
     """
     flat = config.to_json()
     layer = {k: v for k, v in flat.items() if k not in (*_TOP_KEYS, *_HF_KEYS)}
     if layer["rope_scaling"] is None:
-        # vLLM sets every key as an attribute, and None would erase the parameters.
+        # vLLM sets every key as an attribute; None would remove the parameters.
         del layer["rope_scaling"]
     if config.num_aux != _DEFAULT_NUM_AUX:
-        # Read off the model's configuration only, never copied from the top level.
+        # vLLM reads it from the model's configuration only, not from the top level.
         layer["num_aux_hidden_states"] = config.num_aux
     return {
         "architectures": ["Eagle3Speculator"],
@@ -104,10 +105,10 @@ def speculators_config(
 
 
 def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
-    """What a `config.json` says about its target; None in the Hugging Face form.
+    """Read the target from a `config.json`; None in the Hugging Face form.
 
     Raises:
-        DraftError: The section is there and malformed.
+        DraftError: The section is malformed.
     """
     if not is_speculators(raw) or "speculators_config" not in raw:
         return None
@@ -141,8 +142,8 @@ def save_speculators(
     """Write a directory that `vllm serve DIRECTORY` loads.
 
     Args:
-        directory: Made if absent; its files are replaced atomically.
-        tensors: As `export_tensors` gives them, under any of the accepted names.
+        directory: Created if absent; its files are replaced atomically.
+        tensors: As from `export_tensors`, by any accepted name.
     """
     named = {speculators_name(name): tensor for name, tensor in tensors.items()}
     body = speculators_config(config, verifier, dtype_name(named))

@@ -1,4 +1,4 @@
-"""Embedding and output rows of the target, read without loading the model."""
+"""Embedding and `lm_head` of the target, read without loading the model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_tide.draft.config import DraftError, read_config, regular
+from vllm_tide.draft.config import DraftError, read_config, regular_file
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _SAMPLED_ROWS = 64
 CAST_BYTES = 512 << 20
-"""Largest copy of all rows in another dtype (bytes)."""
+"""Maximum size of a copy of all rows in another dtype (bytes)."""
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """Parts of the target that the trainer needs.
+    """Tensors and settings of the target that the trainer needs.
 
     Attributes:
         embed_tokens: [V, H] input embedding, checkpoint dtype.
@@ -50,20 +50,16 @@ class TargetRows:
         return int(self.lm_head.shape[1])
 
     def rows_in(self, dtype: torch.dtype) -> Tensor:
-        """Output rows [V, H] in `dtype`, or as stored where that would be too large.
-
-        Args:
-            dtype: Wanted; the copy takes at most `CAST_BYTES`.
-        """
+        """Return output rows [V, H] in `dtype`, or as stored if over `CAST_BYTES`."""
         rows = self.lm_head
         return rows.to(dtype) if rows.numel() * dtype.itemsize <= CAST_BYTES else rows
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Target logits of hidden states taken after the final norm.
+        """Compute target logits of hidden states after the final norm.
 
         Args:
             hidden: [n, H].
-            rows: [m, H] output rows in the dtype of `hidden`; all of them when None.
+            rows: [m, H] output rows in the dtype of `hidden`; None: all.
         """
         weight = self.lm_head.to(hidden.dtype) if rows is None else rows
         z = F.linear(hidden, weight)
@@ -107,10 +103,10 @@ class TargetRows:
 
 
 def rows_fingerprint(directory: str | Path) -> str:
-    """SHA-256 (hexadecimal) that tells one target's rows from another's.
+    """Return the SHA-256 (hexadecimal) of a target's configuration and sampled rows.
 
-    Covers `config.json` and 64 evenly spaced rows of the embedding and of the output
-    rows: enough to tell trained weights apart without reading gigabytes.
+    Covers `config.json` and 64 evenly spaced rows of the embedding and of `lm_head`,
+    which distinguish trained weights without reading gigabytes.
 
     Raises:
         DraftError: A needed tensor or file is absent or unreadable.
@@ -125,7 +121,7 @@ def rows_fingerprint(directory: str | Path) -> str:
         digest.update(repr(name).encode("utf-8"))
         if name is None:
             continue
-        with opened(where[name]) as archive:
+        with open_safetensors(where[name]) as archive:
             view = archive.get_slice(name)
             shape = view.get_shape()
             digest.update(repr((view.get_dtype(), shape)).encode("utf-8"))
@@ -138,14 +134,14 @@ def rows_fingerprint(directory: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, to be read inside.
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading.
 
     Raises:
         DraftError: It cannot be read.
     """
     try:
-        with safe_open(regular(path), framework="pt") as archive:
+        with safe_open(regular_file(path), framework="pt") as archive:
             yield archive
     except (OSError, SafetensorError) as error:
         raise DraftError(f"{path}: cannot be read ({error}).") from None
@@ -155,7 +151,7 @@ def _locate(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            text = regular(index).read_text(encoding="utf-8")
+            text = regular_file(index).read_text(encoding="utf-8")
             return {
                 name: folder / f for name, f in json.loads(text)["weight_map"].items()
             }
@@ -165,10 +161,10 @@ def _locate(folder: Path) -> dict[str, Path]:
             raise DraftError(f"{index}: cannot be read ({error!r:.150}).") from None
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with opened(path) as archive:
+        with open_safetensors(path) as archive:
             where.update(dict.fromkeys(archive.keys(), path))
     if not where:
-        raise DraftError(f"{folder}: holds no .safetensors file.")
+        raise DraftError(f"{folder}: no .safetensors file.")
     return where
 
 
@@ -181,6 +177,6 @@ def _read_suffix(where: dict[str, Path], suffix: str) -> Tensor | None:
     name = _find_suffix(where, suffix)
     if name is None:
         return None
-    with opened(where[name]) as archive:
+    with open_safetensors(where[name]) as archive:
         tensor: Tensor = archive.get_tensor(name)
     return tensor

@@ -47,7 +47,7 @@ class VocabMap:
 
     @classmethod
     def from_target_ids(cls, target_ids: Tensor, vocab_size: int) -> VocabMap:
-        """Keep `target_ids`.
+        """Build the map from sorted target ids.
 
         Args:
             target_ids: Integer [V_d], strictly increasing target ids.
@@ -57,7 +57,7 @@ class VocabMap:
         """
         ids = target_ids.to(torch.int64).cpu().contiguous()
         if ids.ndim != 1 or ids.numel() == 0:
-            raise DraftError("draft vocabulary: the list of kept target ids is empty.")
+            raise DraftError("draft vocabulary: the list of target ids is empty.")
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             raise DraftError(
                 f"d2t: maps to target ids {int(ids.min())}..{int(ids.max())}, outside "
@@ -76,8 +76,8 @@ class VocabMap:
         return cls.from_target_ids(offsets + torch.arange(offsets.numel()), vocab_size)
 
     def check_t2d(self, t2d: Tensor) -> None:
-        """Raise DraftError unless the stored `t2d` (bool [V_t]) says the same set."""
+        """Raise DraftError unless the stored `t2d` (bool [V_t]) is the same set."""
         if t2d.numel() != self.draft_ids.numel() or not bool(
             (t2d.to(torch.bool).cpu() == self.t2d).all()
         ):
-            raise DraftError("t2d: does not mark the same tokens as d2t.")
+            raise DraftError("t2d: marks other tokens than d2t.")

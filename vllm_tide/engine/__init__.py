@@ -1,5 +1,5 @@
-"""The adapters that the patches call; the only package that imports vLLM.
+"""Adapters that the patches call; the only package that imports vLLM.
 
-`arguments.py` runs while the command line is read, `scheduler.py` in the engine core,
-`worker.py` and what it owns in every worker.
+`arguments.py` runs while vLLM parses the command line, `scheduler.py` in the engine
+core, `worker.py` and its parts in every worker.
 """

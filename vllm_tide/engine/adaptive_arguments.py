@@ -1,6 +1,6 @@
-"""vLLM's adaptive verification, and the speculative lengths with CUDA graphs.
+"""vLLM's adaptive verification, and the speculative lengths that have CUDA graphs.
 
-These are few, and each replays a FULL graph.
+There are at most five such lengths, and each replays a FULL graph.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from vllm_tide.config import parse_tide
 
 
 def offered(most: int, requests: int) -> list[int]:
-    """At most five lengths, ascending: each costs graphs, start-up time and memory.
+    """Return the speculative lengths that get CUDA graphs, ascending, at most five.
 
-    Between 3 and 7 lies what is best at many batches: without it one depth for the
-    batch yields up to 1.5% less than a table of all lengths.
+    Each length costs graphs, start-up time and memory. A length between 3 and 7 is best
+    at many batch sizes: without one, a single depth for the whole batch yields up to
+    1.5% less than a table of all lengths.
 
     Args:
-        requests: max_num_seqs. For one request vLLM captures one length's drafts, for
-            two those of two.
+        requests: max_num_seqs. vLLM captures one draft length if it is 1, two if 2.
     """
     wide = most >= 7 and requests > 2
     middle = {min(3, most - 1), (most + 3) // 2 if wide else most}
@@ -26,15 +26,17 @@ def offered(most: int, requests: int) -> list[int]:
 
 
 def rounded(depth: int, lengths: list[int], *, up: bool) -> int:
+    """Return the nearest of `lengths` that is at least, or at most, `depth`."""
     if up:
         return next((n for n in lengths if n >= depth), lengths[-1])
     return next((n for n in reversed(lengths) if n <= depth), 0)
 
 
 def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
-    """The same as vLLM's `num_speculative_tokens_per_batch_size`.
+    """Return `offered` as vLLM's `num_speculative_tokens_per_batch_size`.
 
-    vLLM captures the draft's graphs from it; `SchedulerTide.draft_depth` goes over it.
+    vLLM captures the draft's graphs from this table. The scheduler does not use it:
+    `SchedulerTide.draft_depth` replaces its values.
     """
     lengths = offered(most, requests)
     middle = lengths[-3:-1] if len(lengths) == 5 else lengths[-2:-1]
@@ -45,18 +47,18 @@ def table_of(most: int, requests: int) -> list[tuple[int, int, int]]:
 
 
 def replay_each(target: Any, draft: Any, lengths: list[int]) -> None:
-    """Let the target and the draft's first pass replay FULL graphs at each length.
+    """Make the target and the draft's first pass replay FULL graphs at each length.
 
-    Both read what attention planned for the target's step. FlashAttention 3 lays its
-    plan out by the number of requests, padding included, and, with heads of up to 64 or
-    over 128 numbers, in another way where each has one row: a graph that was captured
-    for another layout makes garbage of it (seen on an H100). So with graphs for any mix
-    of lengths (adaptive verification) steps without drafts have graphs of their own,
-    and in the others the draft's pass has none.
+    Both use the attention metadata of the target's step. The layout of
+    FlashAttention 3's metadata depends on the number of requests, padding included,
+    and, for a `head_size` up to 64 or over 128, on whether each request has one row. A
+    graph that was captured with another layout returns wrong outputs (seen on an H100).
+    With adaptive verification, graphs cover any mix of lengths. Then steps without
+    drafts get separate graphs, and in all other steps the draft's pass has no graph.
 
     Args:
-        target, draft: vLLM's `CudaGraphManager`s, before they capture; changed.
-        lengths: Those that are offered; empty: all steps draft as far.
+        target, draft: vLLM's `CudaGraphManager`s before capture; modified in place.
+        lengths: Result of `offered`; empty if all steps use the same depth.
     """
     if target.varlen_decode:
         lengths = [0]
@@ -67,9 +69,9 @@ def replay_each(target: Any, draft: Any, lengths: list[int]) -> None:
 def _plan_each(manager: Any, lengths: list[int]) -> None:
     """Plan a FULL graph at each length, at any batch size.
 
-    vLLM 0.32.0 gives a number of tokens the graphs of the next captured number over
-    all lengths: where that is another length's, the step falls to PIECEWISE. So vLLM
-    plans one length at a time here, and the plans are put together.
+    vLLM 0.32.0 pads a step to the next captured number of tokens of any length, and
+    falls back to PIECEWISE if that number belongs to another length. Therefore vLLM
+    plans one length at a time here, and the plans are merged.
     """
     speculative = manager.vllm_config.speculative_config
     compilation, requests = manager.compilation_config, manager.max_num_reqs
@@ -82,7 +84,7 @@ def _plan_each(manager: Any, lengths: list[int]) -> None:
     plans = []
     try:
         for rows in (length + 1 for length in lengths):
-            # The largest batch has a graph too.
+            # Also capture the largest batch.
             largest = min(compilation.max_cudagraph_capture_size // rows, requests)
             one = [(1, requests, rows - 1)]
             speculative.num_speculative_tokens_per_batch_size = one
@@ -97,13 +99,13 @@ def _plan_each(manager: Any, lengths: list[int]) -> None:
     graphs, candidates = (
         {
             key: [d for plan in own for d in plan.get(key, ()) if d.uniform_token_count]
-            + [d for d in found if not d.uniform_token_count]
-            for key, found in upstream.items()
+            + [d for d in descs if not d.uniform_token_count]
+            for key, descs in upstream.items()
         }
         for upstream, *own in zip(mixed, *plans, strict=True)
     )
-    for found in graphs.values():
-        found.sort(key=lambda desc: desc.num_tokens, reverse=True)
+    for descs in graphs.values():
+        descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
     manager._capture_descs, manager._candidates = graphs, candidates
 
 
@@ -111,14 +113,14 @@ KNOB = "enable_adaptive_verification"
 
 
 def settle_adaptive(section: dict[str, Any], asked: bool | None) -> dict[str, Any]:
-    """Note in a `tide` section whether adaptive verification may be switched on.
+    """Record in a `tide` section whether adaptive verification may be switched on.
 
-    It may where `tide.control.verify` is not given (`switch_adaptive_on`), as only the
-    dictionary that a configuration is made from shows what an operator left out.
+    It may if `tide.control.verify` is absent; `switch_adaptive_on` checks that. Only
+    the dictionary of a configuration shows which keys the operator omitted.
     """
     control = dict(section.get("control", {}))
     if asked is None and control.get("verify"):
-        del control["verify"]  # which is the default
+        del control["verify"]  # true is the default
     elif asked is not None:
         control.setdefault("verify", _is_cpu())
     return {**section, "control": control}
@@ -131,10 +133,10 @@ def _is_cpu() -> bool:
 
 
 def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
-    """Switch adaptive verification on, unless the operator or vLLM is against it.
+    """Switch adaptive verification on, unless the operator or vLLM rules it out.
 
-    Only on Model Runner V2 and a GPU. An attention backend that cannot do it shows
-    later: `WorkerTideV2.make_verification`.
+    Only for Model Runner V2 on a GPU. `WorkerTideV2.make_verification` handles an
+    attention backend without support, which is not known yet.
     """
     speculative = vllm_config.speculative_config
     control = parse_tide(speculative.tide).control
@@ -145,7 +147,7 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
         return
     speculative.enable_adaptive_verification = True
     try:
-        # What vLLM asked of it when the configuration was made.
+        # The checks that vLLM ran on the original configuration.
         vllm_config._verify_aux_output_compatibility()
         vllm_config._verify_sampling_replay_config()
         vllm_config._validate_adaptive_verification()
@@ -154,9 +156,9 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
             if backend and not (
                 backend.get_class().supports_device_cpu_query_lens_mismatch()
             ):
-                raise ValueError(f"--attention-backend {backend.name} cannot do it.")
+                raise ValueError(f"--attention-backend {backend.name} lacks support.")
     except ValueError as error:
         speculative.enable_adaptive_verification = False
         log.warning(
-            "tide: %s stays off, which cuts each request's drafts: %s", KNOB, error
+            "tide: %s stays off, so drafts are not cut per request: %s", KNOB, error
         )

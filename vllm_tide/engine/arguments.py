@@ -1,4 +1,4 @@
-"""Reads `--speculative-config` and refuses what cannot work, before a model loads."""
+"""Read and check `--speculative-config` before a model is loaded."""
 
 from __future__ import annotations
 
@@ -38,54 +38,53 @@ from vllm_tide.speculative import (
 
 logger = logging.getLogger("vllm.tide")
 
-# What of vLLM's whole configuration is refused where it is on, or more than 1.
+# Options of `VllmConfig` that are errors if they are on, or greater than 1.
 _UNUSABLE = {
-    "lora_config": "--enable-lora: tide cannot tell adapters' hidden states apart; "
-    "switch LoRA off or remove the tide section.",
-    "kv_transfer_config": "--kv-transfer-config: tide captures nothing of a prompt "
-    "whose KV comes from elsewhere, and has not been tried beside a KV connector; "
-    "leave one of them out.",
-    "weight_transfer_config": "--weight-transfer-config: what tide has learnt is of "
-    "the target's old weights, and only tide may swap the draft; leave it out or "
+    "lora_config": "--enable-lora: tide does not separate the hidden states of "
+    "adapters; switch LoRA off or remove the tide section.",
+    "kv_transfer_config": "--kv-transfer-config: tide cannot capture a prompt with "
+    "transferred KV, and has not been tested with a KV connector; leave it out or "
     "remove the tide section.",
-    "model_config.enable_sleep_mode": "--enable-sleep-mode: level 2 loses the draft's "
-    "weights, which tide would go on to count as served; leave it out or remove the "
-    "tide section.",
+    "weight_transfer_config": "--weight-transfer-config: the draft is trained for the "
+    "target's current weights, and only tide may swap the draft; leave it out or "
+    "remove the tide section.",
+    "model_config.enable_sleep_mode": "--enable-sleep-mode: level 2 discards the "
+    "draft's weights without notifying tide; leave it out or remove the tide section.",
 }
 _NEEDS_ONE = {
-    "pipeline_parallel_size": "--pipeline-parallel-size: tide needs 1 (the draft lives "
+    "pipeline_parallel_size": "--pipeline-parallel-size: tide needs 1 (the draft is "
     "on the last stage only); use tensor parallelism instead.",
-    "nnodes_within_dp": "--nnodes: tide's segments are shared memory of one host; give "
-    "each host its own server, or remove the tide section.",
+    "nnodes_within_dp": "--nnodes: tide's segments are shared memory of one host; run "
+    "one server per host, or remove the tide section.",
 }
 
 
-def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
-    """Build a draft for the target (or take it from the cache) and configure it.
+def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
+    """Build a draft for the target, or take it from the cache, and configure it.
 
-    An untrained draft drafts badly: under the policy `adaspec`, which is the default,
-    nothing is drafted until it pays.
+    Acceptance of an untrained draft is low. The default policy `adaspec` drafts nothing
+    until drafting is predicted to be faster.
 
     Args:
-        config: The dictionary that `SpeculativeConfig` will be made from; gets `model`
-            and `method`.
+        config: Arguments of `SpeculativeConfig`; sets `model` and `method`.
 
     Raises:
         ConfigError: No draft can be built for this target.
     """
     from vllm_tide.draft.config import DraftError
-    from vllm_tide.draft.fresh import fresh_directory, sized
+    from vllm_tide.draft.fresh import fresh_directory, with_vocab_size
     from vllm_tide.engine.facts import weights_dir
 
     try:
         where = weights_dir(target.model, target.revision)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model: a fresh draft needs the target's weights and {target.model!r} is "
-            f"not to be had ({type(error).__name__}); fetch it first."
+            f"model: a fresh draft needs the target's weights, but {target.model!r} "
+            f"cannot be loaded ({type(error).__name__}); download it first."
         ) from None
     try:
-        settings = sized(tide.fresh, target.get_vocab_size(), tide.train.device)
+        size, device = target.get_vocab_size(), tide.train.device
+        settings = with_vocab_size(tide.fresh, size, device)
         folder = fresh_directory(where, settings, target.dtype)
     except DraftError as error:
         raise ConfigError(
@@ -101,10 +100,10 @@ def use_fresh_head(config: dict[str, Any], tide: TideConfig, target: Any) -> Non
 
 
 def speculative_config_argument(value: str) -> dict[str, Any]:
-    """Type of the command line's `--speculative-config`: inline JSON or a file.
+    """Parse the value of `--speculative-config`: inline JSON or a file.
 
     Raises:
-        argparse.ArgumentTypeError: One sentence; argparse prints it and exits 2.
+        argparse.ArgumentTypeError: One sentence; argparse prints it and exits with 2.
     """
     inline, line = value.lstrip().startswith("{"), tuple(sys.argv)
     try:
@@ -124,7 +123,7 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
 
 
 class _PrivateUrl(str):
-    """A URL of which only the public part is printed: vLLM logs its arguments."""
+    """URL with a `repr` without credentials, because vLLM logs its arguments."""
 
     __slots__ = ()
 
@@ -132,27 +131,27 @@ class _PrivateUrl(str):
         return repr(without_credentials(self))
 
 
-# vLLM hands dotted keys over as inline JSON, behind the file that they change.
+# vLLM passes dotted keys as inline JSON, after the file that they override.
 _DOTTED = re.compile(r"--?s(c|peculative[-_]config)\.").match
 _earlier: dict[tuple[str, ...], dict[str, Any]] = {}  # by command line
 
 
-def _refuse(said: list[str]) -> None:
-    if said:
-        raise ConfigError("\n".join(said))
+def _refuse(errors: list[str]) -> None:
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     """Check a speculative configuration with a `tide` section against the target.
 
-    With `"model": "fresh"` a draft is built first and written into `config`; so is what
-    was settled in the `tide` section, for every process that reads it later.
+    With `"model": "fresh"` a draft is built first, and its path is stored in `config`.
+    The resolved `tide` section is stored there too, for all processes of the server.
 
     Args:
-        config: The dictionary that `SpeculativeConfig` will be made from; changed.
+        config: Arguments of `SpeculativeConfig`; modified in place.
 
     Raises:
-        ConfigError: A line for each mistake, a sentence naming the knob.
+        ConfigError: One line per error, each with the name of the knob.
     """
     section = config.get("tide")
     if section is None:
@@ -164,7 +163,7 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model: {MODEL_MISSING}")
     if model == FRESH:
-        use_fresh_head(config, tide, target)
+        use_fresh_draft(config, tide, target)
         model = config["model"]
     folder = _draft_folder(model, config.get("revision"))
     draft = _draft_config(folder)
@@ -176,26 +175,26 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     if config.get(KNOB):
         if control.slo_tpot_ms and control.policy in ("static", "threshold"):
             raise ConfigError(
-                f"tide.control.slo_tpot_ms: {control.policy!r} predicts no times, so "
-                f"{KNOB} cannot keep a limit; set tide.control.policy to 'adaspec', or "
-                "leave the limit out."
+                f"tide.control.slo_tpot_ms: {control.policy!r} predicts no step times, "
+                f"so {KNOB} cannot enforce a limit; set tide.control.policy to "
+                "'adaspec', or remove the limit."
             )
     elif control.policy != "static":
         config["tide"] = settle_adaptive(config["tide"], config.get(KNOB))
-    # vLLM leaves the last cached block of a prompt out, lest one entry of the draft's
-    # KV be of another next token. That costs a block of prefill for every cached
-    # prompt, also while nothing is drafted. `observe` changes nothing that is served.
+    # vLLM does not reuse the last cached block of a prompt, because one entry of the
+    # draft's KV there may stem from another next token. That costs a block of prefill
+    # for every cached prompt, even without drafts. `observe` leaves serving unchanged.
     if tide.preset != "observe":
         config.setdefault("disable_eagle_block_drop", True)
 
 
 def _check_run_dir(tide: TideConfig) -> None:
-    """See that the server can write its run directory; a full one ends no start."""
-    from vllm_tide.transport.rendezvous import default_run_dir, is_full, require_room
+    """Check that the server can write its run directory; a full one is no error."""
+    from vllm_tide.transport.rendezvous import default_run_dir, is_full, require_space
     from vllm_tide.transport.shm import TransportError
 
     try:
-        require_room(Path(tide.run_dir or default_run_dir()))
+        require_space(Path(tide.run_dir or default_run_dir()))
     except TransportError as error:
         if not is_full(error):
             raise ConfigError(f"tide.run_dir: {error}.") from None
@@ -213,18 +212,18 @@ def check_device(device: str, *, v2: bool) -> None:
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"tide: device {device!r} is not supported in this version, only 'cpu' and "
-            "'cuda' (ROCm too); remove the tide section to serve without it."
+            f"tide: device {device!r} is not supported, only 'cpu' and 'cuda' (ROCm "
+            "too); remove the tide section to serve without it."
         )
     if device != "cpu" and not v2:
         raise ConfigError(
-            f"tide: on {device!r} it needs Model Runner V2; set "
+            f"tide: device {device!r} needs Model Runner V2; set "
             "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
         )
 
 
 def check_engine_config(vllm_config: Any) -> None:
-    """Check what only the whole configuration shows, and settle what follows from it.
+    """Check the tide section against the whole configuration and adapt vLLM's options.
 
     Raises:
         ConfigError: One sentence naming the option.
@@ -256,38 +255,38 @@ def _check_moe_ranks(speculative: Any) -> None:
     tide = parse_tide(speculative.tide)
     if tide.test_time.memory != "off":
         raise ConfigError(
-            "tide.test_time.memory: it may leave the draft out on one rank, which a "
-            "mixture of experts with --data-parallel-size above 1 cannot follow; set "
-            "it to 'off'."
+            "tide.test_time.memory: one rank may skip the draft, but a mixture of "
+            "experts with --data-parallel-size above 1 needs equal passes on all "
+            "ranks; set it to 'off'."
         )
     if speculative.enable_adaptive_verification:
         raise ConfigError(
-            f"{KNOB}: a rank without drafts follows the others into graphs that it "
-            "cannot replay; set it to false with a mixture of experts and "
-            "--data-parallel-size."
+            f"{KNOB}: with a mixture of experts and --data-parallel-size, a rank "
+            "without drafts would have to replay graphs that it does not have; set it "
+            "to false."
         )
     if tide.control.policy != "static":
         error = ConfigError(
-            "--data-parallel-size: tide.control may choose another length on each "
-            "rank, which a mixture of experts cannot follow; set tide.control.policy "
+            "--data-parallel-size: tide.control may choose a different length on each "
+            "rank, but a mixture of experts needs equal ones; set tide.control.policy "
             "to 'static'."
         )
         speculative.tide = without_control(speculative.tide, error)
 
 
 def _check_v2(vllm_config: Any) -> None:
-    """What Model Runner V2 can do that tide cannot do with it yet."""
+    """Reject options of Model Runner V2 that tide does not support yet."""
     speculative = vllm_config.speculative_config
     if speculative.use_local_argmax_reduction:
         raise ConfigError(
-            "use_local_argmax_reduction: tide reads the draft's logits, which it "
-            "leaves out; set it to false."
+            "use_local_argmax_reduction: tide needs the draft's logits, which this "
+            "option does not gather; set it to false."
         )
     if speculative.draft_sample_method != "greedy":
         raise ConfigError(
-            f"draft_sample_method: with {speculative.draft_sample_method!r} tide does "
-            "not see the probability of the drafted token on Model Runner V2; set it "
-            "to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
+            f"draft_sample_method: with {speculative.draft_sample_method!r} the "
+            "probability of the drafted token is not available to tide on Model Runner "
+            "V2; set it to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
         )
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ConfigError(
@@ -297,8 +296,8 @@ def _check_v2(vllm_config: Any) -> None:
     control = parse_tide(speculative.tide).control
     if speculative.enable_adaptive_verification and not control.verify:
         raise ConfigError(
-            "tide.control.verify: false keeps every drafted token, which "
-            "enable_adaptive_verification cuts; set both to the same."
+            "tide.control.verify: false verifies every drafted token, but "
+            "enable_adaptive_verification is on; set both to the same value."
         )
 
 
@@ -307,7 +306,7 @@ def _capture_every_length(vllm_config: Any) -> None:
     if parse_tide(speculative.tide).control.policy == "static":
         return
     if vllm_config.parallel_config.data_parallel_size > 1:
-        return  # vLLM has no such table there; other lengths than K run without graphs
+        return  # vLLM has no such table there; lengths other than K run without graphs
     speculative.num_speculative_tokens_per_batch_size = table_of(
         speculative.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
     )
@@ -337,7 +336,7 @@ def _hub_file(model: str, revision: str | None) -> Path:
     except (OSError, ValueError):
         raise ConfigError(
             f"model: no draft at {model!r}: neither a directory with config.json nor "
-            "a model that the hub or its local cache has."
+            "a model on the hub or in its local cache."
         ) from None
 
 
@@ -375,13 +374,13 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
     ):
         raise ConfigError(
             f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r:.80}, but "
-            f"the target has {layers} layers; the ids must lie in 0..{layers} and "
-            "differ from each other."
+            f"the target has {layers} layers; the ids must be distinct and in "
+            f"0..{layers}."
         )
 
 
 def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -> None:
-    """Compare sizes with the tensors' headers, where they are on this machine."""
+    """Compare the configured sizes with the headers of the tensors on this machine."""
     from vllm_tide.draft.checkpoint import canonical_name, check_shapes, stored_shapes
     from vllm_tide.draft.config import DraftError, Eagle3Config, UnsupportedDraft
 
@@ -391,29 +390,29 @@ def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -
         stored = stored_shapes(folder)
         check_shapes(config, {canonical_name(n): stored[n] for n in stored})
     except UnsupportedDraft:
-        return  # vLLM may know it; a trainer says why it does not
+        return  # vLLM may support it; the trainer reports why it does not
     except DraftError as error:
         raise ConfigError(
-            f"model: draft {model!r} cannot be used: {error} Use another, or mend its "
-            "files."
+            f"model: draft {model!r} cannot be used: {error} Use another draft, or "
+            "repair its files."
         ) from None
 
 
 def _sentences(error: BaseException) -> Iterator[str]:
-    """Yield what is wrong with the speculative configuration, by us or by vLLM."""
+    """Yield the errors in the speculative configuration, raised by us or by vLLM."""
     if isinstance(error, ConfigError):
         yield from str(error).splitlines()
     elif isinstance(error, ValidationError):
         for one in error.errors(include_url=False, include_input=False):
-            said = str(one["msg"]).removeprefix("Value error, ")
+            message = str(one["msg"]).removeprefix("Value error, ")
             if error.title == "SpeculativeConfig":
-                yield ": ".join([*map(str, one["loc"]), said])
-            elif "adaptive verification" in said.lower():
-                yield f"{KNOB}: {said}"
+                yield ": ".join([*map(str, one["loc"]), message])
+            elif "adaptive verification" in message.lower():
+                yield f"{KNOB}: {message}"
 
 
 def _print_one_line_for_config_errors() -> None:
-    """A wrong knob ends `vllm serve` with a sentence, not with a traceback."""
+    """Make `vllm serve` exit with one line per wrong knob instead of a traceback."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

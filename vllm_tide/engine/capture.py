@@ -1,14 +1,13 @@
 """Capture of a step's rows, the same on both model runners.
 
-Request i owns rows [bounds[i], bounds[i + 1]) of a step; the last of them hold its
-drafted tokens, and row j has position start + j. `stage` packs rows, and enqueues their
-copies where they are on a device; `write` makes records of them once the step's numbers
-have landed. On Model Runner V1 they have when the step ends, so `record` does both; on
-V2 the host never sees a tensor of the step that it launches.
+Request i has rows [bounds[i], bounds[i + 1]) of a step, its drafted tokens last; row j
+has position start + j. `stage` packs rows and, on a device, enqueues their copies.
+`write` turns them into records when the step's numbers have reached the host. On Model
+Runner V1 that is the end of the step, so `record` does both. On V2 the host launches a
+step without reading its tensors.
 
-While the trainer wants metadata-only records (`Recorder.wish`, looked at once per step)
-they are ids and counts, no features, no teacher, nothing staged; in a pause there are
-none.
+`Recorder.collect_mode` is read once per step. Metadata-only records hold ids and counts
+without features and teacher, and nothing is staged. A pause writes no records.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from vllm_tide.transport.record import MEMORY
 from vllm_tide.transport.ring import Collect, RingWriter
 
 STEPS_WRITTEN = 2
-"""Steps whose rows wait for the thread that writes them: they left the step log."""
+"""Steps that have left the step log and wait for the thread that writes their rows."""
 
 
 class Capture(Recorder):
-    """Copies rows of live traffic into the ring; see `Recorder` for what it counts.
+    """Capture of live traffic's rows into the ring; counters are in `Recorder`.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1 or V2) or its CPU subclass.
-        ring: Where records go; it drops and counts what does not fit.
+        ring: Destination of the records; drops and counts records that do not fit.
         depth: Most drafted tokens of a request in one step.
-        max_steps: Steps under way, at most.
-        tenant_key: Secret that hides the tenants' names; see `CapturePolicy`.
+        max_steps: Most steps in flight.
+        tenant_key: Key for hashing tenant names; see `CapturePolicy`.
     """
 
     def __init__(
@@ -81,9 +80,9 @@ class Capture(Recorder):
         self._all = np.arange(layout.num_rows, dtype=np.int32)
 
     def admit(self, scheduler_output: Any) -> None:
-        """Decide about the requests that this step brings.
+        """Decide which new requests of a step are captured.
 
-        A preempted request may come back as a new one and keeps its ticket.
+        A preempted request may reappear as a new one; it keeps its ticket.
         """
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id in self._tickets:
@@ -93,7 +92,7 @@ class Capture(Recorder):
             self._admit(new.req_id, params, supported)
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
-        """Keep the top-k teacher: before sampling, which may work on them in place.
+        """Compute the top-k teacher before sampling, which may modify the logits.
 
         Args:
             logits: [num_logits, V], raw logits of the target.
@@ -101,7 +100,7 @@ class Capture(Recorder):
         self._logits_topk = None
         if not self._topk or logits is None or not len(logits):
             return
-        if self.wish is not Collect.FULL:
+        if self.collect_mode is not Collect.FULL:
             return
         if self._workspace is None:
             self._logits_topk = top_k_teacher(logits, self._topk)
@@ -114,27 +113,27 @@ class Capture(Recorder):
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Enqueue the copies of a step's rows, unless nobody wants them.
+        """Enqueue the copies of a step's rows, unless full rows are not collected.
 
-        On a device before the draft runs: replaying its graphs overwrites what those of
-        the target returned (PIECEWISE graphs; all share one pool of memory).
+        On a device this must precede the draft: replaying its graphs overwrites the
+        outputs of the target's (PIECEWISE graphs; all share one memory pool).
 
         Args:
             hidden_states: [>= rows, H], after the final norm.
-            aux_hidden_states: num_aux tensors [>= rows, H]; None: no rows are taken.
+            aux_hidden_states: num_aux tensors [>= rows, H]; None stages no rows.
         """
         topk, self._logits_topk = self._logits_topk, None
         self._settle()
-        wish = self.wish
-        if wish is Collect.NOTHING:
-            return  # `write` counts it
-        if wish is not Collect.FULL:
-            if any(self._wanted(req_id) for req_id in step.req_ids):
+        mode = self.collect_mode
+        if mode is Collect.NOTHING:
+            return  # `write` counts the rows
+        if mode is not Collect.FULL:
+            if any(self._is_captured(req_id) for req_id in step.req_ids):
                 step.full = False
             return
         if aux_hidden_states is None:
             return
-        self.budget.look(self._ring)
+        self.budget.update(self._ring)
         counts = (np.diff(step.bounds) - step.padding).tolist()
         prompts = step.num_prompt_tokens.tolist()
         tickets = self._tickets
@@ -149,7 +148,7 @@ class Capture(Recorder):
         total = sum(sizes)
         first = list(accumulate(sizes, initial=0))[:-1]
         if step.cut or total == step.rows:
-            # Cut on the device: whose rows are whose is not known here.
+            # Drafts were cut on the device: each request's rows are not known here.
             rows = self._all[: step.rows]
         else:
             rows = np.arange(total, dtype=np.int32)
@@ -166,13 +165,13 @@ class Capture(Recorder):
         """Write the records of a step that has landed.
 
         Args:
-            overrun: Requests that had ended before it ran: their rows are no traffic.
+            overrun: Requests that ended before the step ran; their rows are skipped.
         """
         self.budget.staged -= step.size
         step.drafted_by = None if step.after_gap else self._drafted_by
         self._drafted_by = step.version if step.steps else None
         late = frozenset(overrun)
-        if self.wish is Collect.NOTHING:
+        if self.collect_mode is Collect.NOTHING:
             step.full = None
             counts = np.diff(step.bounds).tolist()
             here = [
@@ -182,15 +181,15 @@ class Capture(Recorder):
             ]
             self._end_records([t for t, _ in here], [count for _, count in here])
         if step.full is not None and self._write(self._requests(step, late), step):
-            step.staged = None  # the thread's
+            step.staged = None  # the thread releases it
         self._settle()
         self._raise_fault()
 
     def record(self, step: Step, *hidden: Any) -> None:
-        """Stage and write a step that has landed; the arguments are `stage`'s."""
+        """Stage and write a step that has landed; arguments as for `stage`."""
         try:
             self.stage(step, *hidden)
-        finally:  # without its rows after a fault: who drafts for the next one counts
+        finally:  # after a fault too: `write` stores the draft version of the next step
             try:
                 self.write(step)
             finally:
@@ -198,25 +197,25 @@ class Capture(Recorder):
                     step.staged.release()
 
     def close(self) -> None:
-        """Write what is under way, then let the staging memory go."""
+        """Finish the pending writes, then release the staging memory."""
         super().close()
         self._stage.close()
 
-    def _wanted(self, req_id: str) -> bool:
+    def _is_captured(self, req_id: str) -> bool:
         ticket = self._tickets.get(req_id)
         return ticket is not None and ticket.refusal is None
 
     def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
-        """Those of a step that has landed of which records are to be written."""
+        """Return the requests of a landed step that get records."""
         at, tickets, names = [], [], step.req_ids
         for i in step.first if step.full else range(len(names)):
             ticket = self._tickets.get(names[i])
             if ticket is None or names[i] in late or ticket.refusal == "paused":
-                continue  # paused: a switch off and on since it was staged
+                continue  # paused: capture was off and on again since it was staged
             if step.full or ticket.refusal is None:
                 at.append(i)
                 tickets.append(ticket)
-        # Of all of them: views, which cost less than copies.
+        # A slice of all requests gives views, which cost less than copies.
         which = slice(None) if len(at) == len(names) else np.array(at, np.int64)
         bounds = np.asarray(step.bounds)
         first, end = bounds[:-1][which], bounds[1:][which]

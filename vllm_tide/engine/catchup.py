@@ -1,10 +1,10 @@
-"""Keeps what the draft has not seen while drafting was off, and shows it to it later.
+"""Backlog of features for the draft's KV cache while drafting is off.
 
-A step without drafting leaves the draft's KV cache without the step's tokens. Upstream
-runs the draft's first pass all the same; we keep the features (the tensors that the
-target's forward made, which on a CPU nothing writes again) and feed them in one batched
-pass when drafting resumes. The memory is bounded: what is dropped leaves a hole, which
-costs acceptance of the requests it belongs to and nothing else.
+A step without drafting leaves its tokens out of the draft's KV cache. Upstream avoids
+that by running the draft's first pass anyway. Here the target's features are stored (on
+a CPU their tensors are not overwritten) and passed to the draft in one batched pass
+when drafting resumes. The memory is bounded. Dropped features leave a hole, which only
+lowers acceptance of the affected requests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_tide.config import MIB
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Rows of one skipped step: row `row[i] + j` holds position `start[i] + j`."""
+    """Rows of one skipped step; row `row[i] + j` has position `start[i] + j`."""
 
-    first: int  # number of the step's first row since the start
+    first: int  # running number of the step's first row
     features: Sequence[torch.Tensor]
     slots: np.ndarray
     row: np.ndarray
@@ -37,11 +37,11 @@ class DraftBacklog:
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
-        mib: Most memory for features (MiB).
+        mib: Limit of the memory for features (MiB).
 
     Attributes:
-        missing: int64 [capacity] positions to catch up, by slot.
-        holes: Positions that were dropped before they were caught up (total).
+        missing: int64 [capacity], positions in the backlog by slot.
+        holes: Total number of positions dropped from the backlog.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class DraftBacklog:
         self._size = mib * MIB // row  # rows
         self._written = 0
         self._steps: deque[_Step] = deque()
-        # Rows of a slot before this one are caught up or belong to another request.
+        # Rows of a slot before this one are in the KV cache or of another request.
         self._since = np.zeros(capacity, np.int64)
         self.missing = np.zeros(capacity, np.int64)
         self.holes = 0
 
     def forget(self, slot: int) -> None:
-        """The slot's request ended, or the slot begins anew."""
+        """Drop the rows of a slot, when its request changes."""
         self.seen(np.array([slot]))
 
     def seen(self, slots: np.ndarray) -> None:
-        """The draft is about to see all rows of these requests."""
+        """Mark all rows of these slots as in the draft's KV cache."""
         self._since[slots] = self._written
         self.missing[slots] = 0
         while self._steps and not self._waiting(self._steps[0]).any():
@@ -77,26 +77,26 @@ class DraftBacklog:
         start: np.ndarray,
         num_rows: int,
     ) -> None:
-        """Keep the rows of a step that the draft does not run for, and the arrays.
+        """Store the rows of a step without drafting. The arrays are not copied.
 
         Args:
-            features: num_aux tensors [>= num_rows, H]. They are held; only a part of
-                something larger, as of a buffer that is used again, is copied.
-            slots: [n] the requests.
-            row: [n] first row of each request.
-            count: [n] rows that were committed (accepted tokens).
-            start: [n] position of each first row.
+            features: num_aux tensors [>= num_rows, H]. A view of a larger tensor is
+                copied, because that may be a buffer which is reused.
+            slots: [n], slots of the requests.
+            row: [n], first row of each request.
+            count: [n], committed rows (accepted tokens).
+            start: [n], position of each first row.
         """
-        if num_rows > self._size:  # a step is kept whole
+        if num_rows > self._size:  # a step is stored completely or not at all
             self.holes += int(count.sum())
             return
-        held = [
+        layers = [
             layer if layer.untyped_storage().nbytes() == layer.nbytes else layer.clone()
             for layer in features
         ]
-        step = _Step(self._written, held, slots, row, count, start)
+        step = _Step(self._written, layers, slots, row, count, start)
         self.missing[slots] += count
-        self._written += len(held[0])
+        self._written += len(layers[0])
         self._steps.append(step)
         while self._steps and self._written - self._steps[0].first > self._size:
             step = self._steps.popleft()
@@ -105,7 +105,7 @@ class DraftBacklog:
             self.holes += int(lost.sum())
 
     def _waiting(self, step: _Step) -> np.ndarray:
-        """Requests of a step whose rows the draft has not seen, bool [n]."""
+        """Return which requests of a step still need their rows, bool [n]."""
         return np.asarray(self._since[step.slots] <= step.first)
 
     def catch_up(
@@ -117,18 +117,17 @@ class DraftBacklog:
     ) -> torch.Tensor:
         """Run the draft over the missing positions of some requests.
 
-        The token after each position is read from the runner's own table, which is not
-        written: it gets a step's tokens only after drafting.
+        The token after each position is read from the runner's token table, which does
+        not contain the tokens of this step before drafting.
 
         Args:
-            indices: [m] the requests' indices in the runner's batch.
-            slots: [m] their slots.
-            newest: [m] the token after each request's last position, where that is of
-                this step.
+            indices: [m], indices of the requests in the runner's batch.
+            slots: [m], their slots.
+            newest: [m], token after each request's last position if it is of this step.
 
         Returns:
-            [m, H] the draft's last hidden state at each request's last position; rows
-            of requests that missed nothing are zero.
+            [m, H], the draft's last hidden state at each request's last position; zero
+            for requests without missing positions.
         """
         spans = [self._span(int(slot)) for slot in slots]
         drafter = self._runner.drafter
@@ -156,10 +155,10 @@ class DraftBacklog:
         for step in reversed(self._steps):
             if step.first < self._since[slot]:
                 break
-            found = np.nonzero(step.slots == slot)[0]
-            if len(found) == 0:
+            matches = np.nonzero(step.slots == slot)[0]
+            if len(matches) == 0:
                 continue
-            i = int(found[0])
+            i = int(matches[0])
             start, count = int(step.start[i]), int(step.count[i])
             if expected not in (-1, start + count):
                 break
@@ -223,13 +222,13 @@ class DraftBacklog:
         last[owners] = hidden[torch.from_numpy(ends)]
 
     def _features(self, rows: np.ndarray) -> torch.Tensor:
-        """[len(rows), num_aux * H], of rows by their number since the start."""
+        """Return features [len(rows), num_aux * H] of rows by their running number."""
         firsts = np.fromiter((step.first for step in self._steps), np.int64)
-        found = firsts.searchsorted(rows, "right") - 1
-        used, of = np.unique(found, return_inverse=True)
+        places = firsts.searchsorted(rows, "right") - 1
+        used, of = np.unique(places, return_inverse=True)
         parts = [self._steps[int(place)].features for place in used]
         ends = np.cumsum([0, *(len(part[0]) for part in parts)])
-        at = torch.from_numpy(rows - firsts[found] + ends[of])
+        at = torch.from_numpy(rows - firsts[places] + ends[of])
         layers = [torch.cat(layer)[at] for layer in zip(*parts, strict=True)]
         return torch.cat(layers, dim=-1)
 
@@ -241,7 +240,7 @@ class DraftBacklog:
         positions: np.ndarray,
         attention: Any,
     ) -> Any:
-        """Attention of the pass: each piece is a chunk of its request's prefill."""
+        """Build attention metadata: each piece is a prefill chunk of its request."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         counts = np.array([e - b for _, b, e in pieces], np.int32)

@@ -1,4 +1,4 @@
-"""Control shared by both model runners, which differ in when they ask."""
+"""Control of the speculative length: the parts shared by both model runners."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ logger = logging.getLogger("vllm.tide")
 
 
 class Control:
-    """Parts of control on both model runners: requests, a policy, its faults.
+    """Requests, policy and fault handling of control, for both model runners.
 
     Attributes:
-        policy: Who decides; None until the time model is known (the length is static),
-            on followers, and after a fault (the length is 0, for a while).
-        start: Gives a new policy and its times, at first and after a fault; None
-            where nobody decides.
-        times: What the policy predicts times with, if it does.
-        suspension: How long a fault keeps the length at 0.
-        explored: Chance, by request, of the newest drafts that only exploration sends
-            to verification.
-        remembered: Requests whose newest drafts are the memory's.
+        policy: Chooses the length. None before the time model exists (the length is
+            static), on other ranks than the leader, and for a while after a fault
+            (the length is 0).
+        start: Creates the policy and its time model, at start and after a fault; None
+            without a policy.
+        times: Time model of the policy, if it has one.
+        suspension: Time for which the length is 0 after a fault.
+        explored: Verification probability, by request, of the newest drafts that are
+            verified for exploration only.
+        remembered: Requests with newest drafts from the n-gram memory.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Control:
         self.faults: Counter[str] = Counter()
         self._book = RequestBook(capacity, longest, config)
         self._table, self._slo = self._book.table, self._book.slo
-        self._told = (0, 0)
+        self._reported = (0, 0)
         self._continues = False
         self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
@@ -60,7 +61,7 @@ class Control:
         self._slo.finish(slot)
 
     def draft_swapped(self) -> None:
-        """Another draft is live: what was learnt of the old one counts less."""
+        """Discount the statistics of the old draft after a swap."""
         if self.policy is not None:
             self._contain("swap", self.policy.draft_swapped)
 
@@ -68,7 +69,7 @@ class Control:
         self.policy = self.times = None
 
     def stats(self) -> dict[str, Any]:
-        """Totals and values for the metrics; the length is that since the last call."""
+        """Return metrics; `draft_depth` is the mean since the last call."""
         stats: dict[str, Any] = {"control_suspended_s": self.suspension.left}
         if self.policy is None:
             return stats
@@ -78,33 +79,33 @@ class Control:
         stats |= counted
         stats |= self._counted(stats)
         steps, passes = stats["steps"], stats["draft_passes"]
-        new_steps, new_passes = steps - self._told[0], passes - self._told[1]
-        self._told = (steps, passes)
+        new_steps, new_passes = steps - self._reported[0], passes - self._reported[1]
+        self._reported = (steps, passes)
         proposals, accepted = self._memory_count.tolist()
         return stats | {
             "memory_proposals": proposals,
             "memory_accepted_tokens": accepted,
             "draft_depth": new_passes / new_steps if new_steps else None,
-            "malformed_slo": self._book.malformed_slo,
+            "malformed_limits": self._book.malformed_limits,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        """The prefix of each request's drafts that is verified."""
+        """Return the prefix of each request's drafts that is verified."""
         raise NotImplementedError
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
-        """Counts of the runner beside a policy's `stats`, or in their place."""
+        """Return counts of this runner that extend or replace the policy's `stats`."""
         raise NotImplementedError
 
     def _admit(
         self, req_id: str, running: set[str], num_prompt_tokens: int, params: Any
     ) -> int:
-        slot, given_up = self._table.begin(req_id, running)
-        if given_up is not None:
-            self._end(given_up)
+        slot, released = self._table.begin(req_id, running)
+        if released is not None:
+            self._end(released)
         self._book.admit(slot, num_prompt_tokens, params)
         self._add(slot, time.monotonic())
         return slot
@@ -140,7 +141,7 @@ class Control:
     def _contain(
         self, where: str, call: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """Run a part that only the draft's quality depends on; None after a fault."""
+        """Call a part of control and return its result; return None on an exception."""
         try:
             return call(*args, **named)
         except Exception as error:  # noqa: BLE001 - the serving boundary
@@ -148,25 +149,25 @@ class Control:
             return None
 
     def _start_again(self, now: float) -> bool:
-        """A new policy in the place of one that failed, unless it is too soon."""
+        """Create a new policy after a fault, unless control is still suspended."""
         if self.start is None or self.suspension.left:
             return False
         self.start()
-        self._told = (0, 0)
+        self._reported = (0, 0)
         for slot in self._table.slot_of.values():
             self._add(slot, now)
         return self.policy is not None
 
     def _lose(self, where: str, error: Exception) -> None:
-        """A fault of the policy's: nothing is drafted until it is tried again."""
+        """Stop drafting after a fault of the policy, until the suspension ends."""
         self.faults[f"control_{where}" if where else "control"] += 1
         self.stop()
         if self.suspension.left:
             return
-        # The type, not the message: a message may quote content.
+        # Only the type: the message may quote a request's content.
         logger.error(
             "vllm_tide: control failed%s (%s); the speculative length is 0 for the "
-            "next %d s, then control begins anew.",
+            "next %d s, then control restarts.",
             where and f" in {where}",
             type(error).__name__,
             self.suspension.begin(),
@@ -175,7 +176,7 @@ class Control:
 
 
 def explored(policy: Policy, req_ids: Sequence[str]) -> dict[str, float]:
-    """Requests whose drafts only exploration sends to verification, and its chance."""
+    """Return the verification probability of requests verified for exploration only."""
     chance = getattr(policy, "verify_chance", None)
     if chance is None:
         return {}

@@ -1,14 +1,13 @@
 """Control of the speculative length on Model Runner V1 (the CPU backend).
 
-Translates between the runner's arrays and the policy of `vllm_tide.control`. In one
-step, in order: `begin`, `plan` (the target's tokens are known), `go_on` after each
-draft pass but the last, `end`, `choose` (drafts are handed to the scheduler). With
-several ranks the leader decides and the others follow, so a collective of the draft
-never waits for a rank that thought otherwise.
+Translates between the runner's arrays and the policy of `vllm_tide.control`. Order of
+calls in a step: `begin`, `plan` (after the target's sampling), `go_on` after each draft
+pass but the last, `end`, `choose` (drafts go to the scheduler). With several ranks the
+leader decides and broadcasts, so all ranks run the same collectives of the draft.
 
-The memory (`tide.test_time.memory`) is asked in `plan`, where it may make the draft
-needless; what stands for each request is decided in `choose`. The policy hears of the
-draft's tokens only: to it a request that the memory drafted for had none.
+`plan` queries the n-gram memory (`tide.test_time.memory`): its proposals may replace
+the draft passes. `choose` selects the source of each request's drafts. The policy
+observes tokens of the draft only: a request with the memory's drafts counts as none.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ from vllm_tide.control.policies import Policy
 from vllm_tide.control.step_times import StepSample, step_cost
 from vllm_tide.engine.catchup import DraftBacklog
 from vllm_tide.engine.control import Control, explored
-from vllm_tide.engine.timers import RoundTimer
+from vllm_tide.engine.timers import StepTimer
 from vllm_tide.memory.ngram import Text
 from vllm_tide.memory.source import Memory
 
 CATCHUP_MIB = 64
-"""Memory for features of tokens the draft has not seen while drafting was off; older
-ones leave a hole in its KV cache."""
+"""Limit of the feature backlog while drafting is off; older features are dropped."""
 
-# Steps in a row that the memory leaves the draft out of before it is looked at again.
+# After so many steps in a row with the memory only, the draft is tried again.
 _LEFT_OUT = 32
 _NONE = np.empty(0, np.int64)
 
 
 class ControlV1(Control):
-    """Decides how far the draft runs and which of its tokens are verified.
+    """Draft depth and verified tokens of each step on Model Runner V1.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
-        agree: Gives every rank the leader's integer; identity for one rank.
-        memory: Whether drafts come from the requests' own texts too.
+        agree: Broadcasts the leader's integer to all ranks; identity for one rank.
+        memory: Whether the n-gram memory is on.
 
     Attributes:
-        same: The step drafts nothing and is as the one before.
-        verified_memory: Those of them whose drafts the step that ends has verified.
+        same: The step drafts nothing and has the same batch as the last step.
+        verified_memory: Requests with drafts of the memory that this step verifies.
     """
 
     def __init__(
@@ -74,29 +72,30 @@ class ControlV1(Control):
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
-        self.timer = RoundTimer()
+        self.timer = StepTimer()
         self._sample: StepSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
         self._planned: list[str] = []
-        self._resting, self._reason = 0, ""  # rounds that stay off without asking
-        self._rested = 0  # rounds since the last question that were such
-        self._rests: Counter[str] = Counter()  # all of them, by reason
-        self._rest_ids: list[str] = []  # requests of the last one
-        self._rest_rows = _NONE, _NONE, _NONE  # their slots, first rows and rows
+        # Skipped steps draft nothing and do not call the policy.
+        self._skips_left, self._reason = 0, ""
+        self._skipped = 0  # since the policy was called last
+        self._skipped_by_reason: Counter[str] = Counter()
+        self._skipped_ids: list[str] = []  # requests of the last skipped step
+        self._skipped_rows = _NONE, _NONE, _NONE  # their slots, first rows and rows
         self.verified_memory: set[str] = set()
         longest = int(runner.max_model_len)
         self._memory = Memory(capacity, longest, most) if memory and leader else None
-        # Of this step: what the memory proposes, and the slots of its requests.
+        # The memory's proposals for this step, and the slots of its requests.
         self._recalled: tuple[np.ndarray, Proposals] | None = None
         self._at = _NONE
-        self._left_out = 0  # steps in a row without the draft, for the memory
+        self._left_out = 0  # steps in a row with the memory and without the draft
 
     def begin(self, scheduler_output: Any) -> None:
-        """A step begins: forget ended requests, start the clock."""
+        """Begin a step: remove ended requests, start the timer."""
         if finished := scheduler_output.finished_req_ids:
             self._contain("forget", self._forget, finished)
-        # With a request that goes on, the engine had work all the time since.
+        # A request that continues means that the engine was not idle in between.
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
         self._steps = self._asked = 0
@@ -105,7 +104,7 @@ class ControlV1(Control):
         self._planned = []
         self._recalled = None
         if self._memory is not None:
-            # A request may wait for some steps with its drafts.
+            # A request with drafts may not be scheduled for some steps.
             here = scheduler_output.num_scheduled_tokens
             self.verified_memory = self.remembered & here.keys()
             self.remembered -= self.verified_memory
@@ -120,21 +119,21 @@ class ControlV1(Control):
         aux_hidden_states: Sequence[torch.Tensor],
         attention: Any,
     ) -> int:
-        """How many draft steps at most; 0 leaves the draft out of this step.
+        """Return the maximal draft depth of this step; 0 skips the draft.
 
         Args:
-            sampled_token_ids: [n, 1 + K] tokens of this step, -1 where rejected.
+            sampled_token_ids: [n, 1 + K], tokens of this step, -1 where rejected.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
         runner = self._runner
         req_ids = runner.input_batch.req_ids
         num = len(req_ids)
         now = time.monotonic()
-        if self._rested and self._is_same(scheduler_output, req_ids):
-            # Little code: while a model computes, it falls out of the caches.
-            self._resting -= 1
-            self._rested += 1
-            self._rests[self._reason] += 1
+        if self._skipped and self._is_same(scheduler_output, req_ids):
+            # A short path: between two steps our code is evicted from the CPU caches.
+            self._skips_left -= 1
+            self._skipped += 1
+            self._skipped_by_reason[self._reason] += 1
             self._asked_at, self._timed = now, False
             start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
             return self._keep(aux_hidden_states, start, num)
@@ -147,14 +146,15 @@ class ControlV1(Control):
                 "memory", self._recall, slots=slots, sampled=sampled_token_ids.numpy()
             )
         spec = scheduler_output.scheduled_spec_decode_tokens
-        rests = self._recalled is None and not spec  # one may have waited with drafts
-        if rests and self._rests_on(slots, num_rows > num, now):
-            # One round of a rest is learnt from: an early one, for it may end soon.
-            self._timed = self._rested <= 1 and num_rows == num
+        # A request that was not scheduled may still have drafts.
+        undrafted = self._recalled is None and not spec
+        if undrafted and self._can_skip_decision(slots, num_rows > num, now):
+            # Time one of the skipped steps: an early one, as few may follow.
+            self._timed = self._skipped <= 1 and num_rows == num
             context = int(start.sum()) if self._timed else 0
             self.timer.planned(num, context, 0, num_rows - num)
-            self._rest_ids = req_ids.copy() if num_rows == num else []
-            self._rest_rows = slots, row, rows
+            self._skipped_ids = req_ids.copy() if num_rows == num else []
+            self._skipped_rows = slots, row, rows
             return self._keep(aux_hidden_states, start, num_rows)
         drafts = np.fromiter(
             (len(spec.get(req_id, ())) for req_id in req_ids), np.int64, num
@@ -213,11 +213,11 @@ class ControlV1(Control):
         return 0
 
     def _is_same(self, scheduler_output: Any, req_ids: list[str]) -> bool:
-        """True if a step of a rest is as the one before, a token for each request."""
+        """Return whether a step can be skipped and repeats the last one's batch."""
         self.same = bool(
-            self._resting
+            self._skips_left
             and scheduler_output.total_num_scheduled_tokens == len(req_ids)
-            and req_ids == self._rest_ids
+            and req_ids == self._skipped_ids
             and not scheduler_output.scheduled_spec_decode_tokens
             and not scheduler_output.scheduled_new_reqs
             and self._memory is None
@@ -227,32 +227,35 @@ class ControlV1(Control):
     def _keep(
         self, features: Sequence[torch.Tensor], start: np.ndarray, num: int
     ) -> int:
-        """Keep all rows of a step of a rest, `num`; every one is committed."""
-        slots, row, rows = self._rest_rows
+        """Store all `num` rows of a skipped step; every row is committed."""
+        slots, row, rows = self._skipped_rows
         self._decoding, keep = (start, rows, 0), self._backlog.keep
         self._contain("keep", keep, features, slots, row, rows, start, num)
         return self.agree(0)
 
-    def _rests_on(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
-        """True if drafting did not pay, and about as many requests have no limit."""
+    def _can_skip_decision(self, slots: np.ndarray, prefill: bool, now: float) -> bool:
+        """Return whether this step stays without drafts and without a decision.
+
+        The policy allows a number of such steps; load must not change, no limit bind.
+        """
         if not (
-            self._resting
+            self._skips_left
             and self._continues
             and 8 * abs(len(slots) - self._off_size) <= self._off_size
             and not self._slo.binds(slots)
         ):
-            self._resting = 0
+            self._skips_left = 0
             return False
-        self._resting -= 1
-        self._rests[self._reason] += 1
-        self._rested += not prefill
+        self._skips_left -= 1
+        self._skipped_by_reason[self._reason] += 1
+        self._skipped += not prefill
         if prefill and isinstance(self.policy, AdaSpecPolicy):
             self.policy.leave_out(now - self._asked_at)
         self._asked_at = now
         return True
 
     def _rows(self, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """First row, rows and first position of each request; rows of the step."""
+        """Return first row, rows, first position of each request; rows of the step."""
         runner = self._runner
         bounds = runner.query_start_loc.np[: num + 1].astype(np.int64)
         start = runner.input_batch.num_computed_tokens_cpu[:num].astype(np.int64)
@@ -269,18 +272,17 @@ class ControlV1(Control):
         num_rows: int,
         now: float,
     ) -> int:
-        """The leader's choice of steps; 0: none."""
+        """Return the draft depth, on the leader."""
         if self.policy is None and not self._start_again(now):
             return 0 if self.start is not None else self.num_speculative_tokens
         assert self.policy is not None  # noqa: S101 (it has just been started)
-        self.timer.asks()
+        self.timer.mark_decision()
         self._slo.advance(slots, emitted, now)
-        rested, self._rested = self._rested, 0
+        steps, self._skipped = 1 + self._skipped, 0
         if self._continues:
-            # After idling nothing of the last round is left to learn from, and the
-            # time since is not its time.
+            # After idle time the outcome of the last step and its time are invalid.
             self.policy.observe(
-                Outcome(slots, drafts, accepted, emitted, now, self._sample, 1 + rested)
+                Outcome(slots, drafts, accepted, emitted, now, self._sample, steps)
             )
         self._sample = None
         waiting = int(self._backlog.missing[slots].sum())
@@ -289,33 +291,33 @@ class ControlV1(Control):
             batch.memory = self._recalled[1]
             batch.memory.force = self._left_out >= _LEFT_OUT
         plan = self.policy.plan(batch, now)
-        self._resting, self._reason = plan.unasked, plan.reason
+        self._skips_left, self._reason = plan.unasked, plan.reason
         self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
-        if plan.reason == "check":  # what a plain step takes is to be measured
+        if plan.reason == "check":  # measures a step without drafts
             self._recalled = None
         return min(plan.passes, self.num_speculative_tokens)
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
-        """A draft pass ended.
+        """Store the confidences of a draft pass.
 
         Args:
-            confidence: float [n] largest probability of the draft at each request.
+            confidence: float [n], largest probability of the draft for each request.
         """
         self.timer.drafted()
         self._steps += 1
         self._confidence = confidence
 
     def go_on(self) -> bool:
-        """True if the draft runs once more."""
+        """Return whether the draft runs once more."""
         more = self.policy is not None or self.start is None
         if self.leader and self.policy is not None:
-            more = self._contain("go_on", self._tell_confidence) or False
+            more = self._contain("go_on", self._pass_confidence) or False
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
         if self._steps == self._asked and self._steps and self.policy is not None:
-            # Nobody asks after the last pass whether to go on; its confidence counts.
-            self._contain("end", self._tell_confidence)
+            # `go_on` is not called after the last pass, but its confidence counts.
+            self._contain("end", self._pass_confidence)
         sample = self.timer.end(self._timed)
         if sample is not None:
             self._sample = sample
@@ -323,18 +325,17 @@ class ControlV1(Control):
     def choose(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        if self.explored:  # those of requests that wait with their drafts are left
-            kept = self.explored.keys() - req_ids
-            self.explored = {req_id: self.explored[req_id] for req_id in kept}
+        if self.explored:  # keep the entries of requests that were not scheduled
+            others = self.explored.keys() - req_ids
+            self.explored = {req_id: self.explored[req_id] for req_id in others}
         if self._planned != req_ids and self._recalled is None:
-            # Not drafted in this step (off, or the input does not fit the draft): the
-            # scheduler has nothing to give to any request.
+            # Nothing was drafted: drafting is off, or the input is too long.
             return []
         if self.policy is None and self.start is None:
             return draft_token_ids
         policy = self.policy
         lengths = None if policy is None else self._contain("choose", policy.choose)
-        if lengths is None:  # it failed in this step
+        if lengths is None:  # the policy failed
             return [[] for _ in req_ids]
         self.explored |= self._contain("choose", explored, policy, req_ids) or {}
         made = draft_token_ids
@@ -354,7 +355,7 @@ class ControlV1(Control):
         ]
 
     def _emitted(self, sampled: np.ndarray) -> np.ndarray:
-        """Tokens that each request got in this step, [n]; 0 inside of a prompt."""
+        """Return the tokens of each request in this step, [n]; 0 inside a prompt."""
         emitted = (sampled >= 0).sum(axis=1)
         emitted[self._runner.discard_request_mask.np[: len(sampled)]] = 0
         return np.asarray(emitted)
@@ -362,7 +363,7 @@ class ControlV1(Control):
     def _recall(
         self, slots: np.ndarray, sampled: np.ndarray
     ) -> tuple[np.ndarray, Proposals] | None:
-        """The memory's proposals; the table of tokens ends before this step's."""
+        """Return the memory's proposals. The token table lacks this step's tokens."""
         batch, num = self._runner.input_batch, len(slots)
         emitted = self._emitted(sampled)
         known = batch.num_tokens_no_spec[:num].astype(np.int64)
@@ -381,7 +382,7 @@ class ControlV1(Control):
         lengths: np.ndarray,
         drafts: list[list[int]],
     ) -> list[list[int]]:
-        """Put the memory's proposals in the place of the drafts that they are to be."""
+        """Replace drafts by the memory's proposals, for the requests that chose it."""
         assert self._memory is not None  # noqa: S101 (asked by `choose`)
         if self._planned and not isinstance(policy, AdaSpecPolicy):
             self._memory.drafted(self._at, np.array(drafts))
@@ -391,35 +392,35 @@ class ControlV1(Control):
         counts = memory & ((lengths > 0) | (self._left_out > 0))
         self.remembered |= (chosen := {req_ids[i] for i in np.flatnonzero(counts)})
         if chosen:
-            self._resting = 0  # the next step verifies something
+            self._skips_left = 0  # the next step verifies drafts
         tokens = self._recalled[0].tolist()
         return [tokens[i] if memory[i] else drafts[i] for i in range(len(drafts))]
 
     def _own_drafts(
         self, req_ids: list[str], drafts: np.ndarray, accepted: np.ndarray
     ) -> np.ndarray:
-        """The draft's tokens among those that the step verified; counts the memory's.
+        """Return the verified tokens of the draft; count those of the memory.
 
         Args:
             drafts, accepted: int64 [n].
         """
         verified = self.verified_memory
         memory = np.fromiter((r in verified for r in req_ids), bool, len(req_ids))
-        found = np.count_nonzero(drafts[memory]), accepted[memory].sum()
-        self._memory_count += np.array(found)
+        counts = np.count_nonzero(drafts[memory]), accepted[memory].sum()
+        self._memory_count += np.array(counts)
         return np.where(memory, 0, drafts)
 
-    def _tell_confidence(self) -> bool:
+    def _pass_confidence(self) -> bool:
         if self.policy is None or self._confidence is None:
             return True
         return self.policy.go_on(self._steps, self._confidence.numpy())
 
     def fill(self, step: Step) -> None:
-        """Add to the step that ends whose drafts it verified, and why, and its cost."""
+        """Set `explored`, `memory` and `cost` of the step that ends."""
         step.explored = self.explored
         if self.verified_memory:
-            kept = [req_id in self.verified_memory for req_id in step.req_ids]
-            step.memory = np.array(kept, bool)
+            memory = [req_id in self.verified_memory for req_id in step.req_ids]
+            step.memory = np.array(memory, bool)
         step.cost = self._cost()
 
     def _cost(self) -> float:
@@ -438,30 +439,30 @@ class ControlV1(Control):
         )
 
     def _start_again(self, now: float) -> bool:
-        self._rests, self._sample = Counter(), None
+        self._skipped_by_reason, self._sample = Counter(), None
         return super()._start_again(now)
 
     def stop(self) -> None:
         super().stop()
-        self._resting = 0
+        self._skips_left = 0
 
     def draft_swapped(self) -> None:
-        self._resting = 0  # it may pay where the old one did not
+        self._skips_left = 0  # the new draft may be worth running
         if self._memory is not None:
             self._memory.record.draft_swapped()
         super().draft_swapped()
 
     def _counted(self, stats: dict[str, Any]) -> dict[str, Any]:
         lengths = [*stats["steps_by_depth"]] or [0]
-        rests = self._rests.total()
-        lengths[0] += rests
+        skipped = self._skipped_by_reason.total()
+        lengths[0] += skipped
         return {
-            "steps": stats["steps"] + rests,
+            "steps": stats["steps"] + skipped,
             "steps_without_drafts": dict(
-                self._rests + Counter(stats["steps_without_drafts"])
+                self._skipped_by_reason + Counter(stats["steps_without_drafts"])
             ),
             "steps_by_depth": dict(enumerate(lengths)),
-            "hole_tokens": self._backlog.holes,
+            "missing_draft_kv_tokens": self._backlog.holes,
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:

@@ -1,22 +1,21 @@
 """Control of the speculative length on Model Runner V2.
 
-On V2 the host launches a step before it knows what the last one decided, so the length
-is predicted: when a step has landed, its verdicts and its confidences say how deep the
-step after the one under way drafts (`depth`, which the scheduler broadcasts), and, with
-synchronous scheduling, which prefix of each request's drafts is verified. With vLLM's
-adaptive verification that is decided on the device instead (`verification.py`), at
-`step_costs` that this object gives. Nothing is waited for, and no draft step is stopped
-half-way.
+On V2 the host launches a step before the results of the last one arrive, so the length
+is predicted. When a step has landed, its acceptances and confidences give the depth of
+the step after the one in flight (`depth`, which the scheduler broadcasts), and, with
+synchronous scheduling, the prefix of each request's drafts that is verified. With
+vLLM's adaptive verification the device decides that prefix (`verification.py`), from
+the `step_costs` of this object. Nothing blocks, and no draft pass is interrupted.
 
-The policies are V1's. A policy that would have drafted on gets one more step in the
-next round; one that would have stopped gets as many as it wanted. With asynchronous
-scheduling drafts say nothing of those some steps later: what the policy foresees before
-it has seen any decides. With depth 0 upstream still runs the draft's first pass, which
-keeps its KV cache without holes.
+The policies are those of V1. If the policy would have continued after the last draft
+pass, the next step gets one pass more, otherwise the passes that the policy used. With
+asynchronous scheduling, confidences do not predict those of the later step, so the
+policy's expected depth before drafting is used. With depth 0 upstream still runs the
+draft's first pass, so the draft's KV cache has no holes.
 
-Where the memory (`memory_v2.py`) put its tokens in the place of the draft's is known
-when a step has landed. The policy hears of the draft's tokens only: to it a request
-that the memory drafted for had none.
+A landed step shows where the n-gram memory (`memory_v2.py`) replaced the draft's
+tokens. The policy observes tokens of the draft only: a request with the memory's drafts
+counts as having none.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ StepCosts = tuple[float, Learnt]
 
 
 class ControlV2(Control):
-    """Predicts how far the draft runs and chooses which of its tokens are verified.
+    """Predicted draft depth and verified tokens of each step on Model Runner V2.
 
     Args:
         longest: Most tokens of any request (`max_model_len`).
-        trims: Whether `choose` is asked: with synchronous scheduling.
-        clock: Times the steps; the host's clock if None.
+        trims: Whether `choose` is called: with synchronous scheduling.
+        clock: Timer of the steps; the host's clock if None.
 
     Attributes:
-        depth: Draft steps of steps that are scheduled from now on.
-        cut_on_device: Whether adaptive verification chooses what `choose` would.
-        lengths: Depths that there are graphs for, ascending; empty: all.
+        depth: Draft depth of the next scheduled steps.
+        cut_on_device: Whether adaptive verification replaces `choose`.
+        lengths: Depths with CUDA graphs, ascending; empty: all.
         reading: Times of the newest step, once it has landed.
-        memory: Proposes drafts from the requests' own texts; None: nobody does.
+        memory: The n-gram memory; None if it is off.
     """
 
     def __init__(
@@ -75,16 +74,16 @@ class ControlV2(Control):
         self.trims = trims
         self.cut_on_device = False
         self._limit = np.inf
-        # Prompt length and parameters of every live request, preempted ones included.
-        self._facts: dict[str, tuple[int, Any]] = {}
+        # Prompt length and parameters of every request, preempted ones included.
+        self._request_info: dict[str, tuple[int, Any]] = {}
         self._preempted: set[str] = set()
         self._lengths: dict[str, int] = {}
         self._of_step: Sequence[str] | None = None
-        self._turn = 0
-        # What ran, which may be more than the policy looked at.
+        self._cycle_step = 0
+        # Counts of all steps, also of those that the policy did not observe.
         self._by_depth: np.ndarray = np.zeros(most + 1, np.int64)
         self._drafted = self._verified = self._accepted = self._trimmed = 0
-        self._off: Counter[str] = Counter()  # steps by why nothing was to be drafted
+        self._off: Counter[str] = Counter()  # steps by reason for not drafting
         self._reason = ""
         self.clock: StepClock = clock or HostClock()
         self.reading: Reading = lambda: None
@@ -92,13 +91,13 @@ class ControlV2(Control):
         self.memory: MemoryV2 | None = None
 
     def begin(self, scheduler_output: Any) -> None:
-        """A step begins: take its new requests, start the clock."""
+        """Begin a step: add its new requests, start the timer."""
         self._contain("", self.admit, scheduler_output)
         cached, new = (
             scheduler_output.scheduled_cached_reqs,
             scheduler_output.scheduled_new_reqs,
         )
-        # With a request that goes on, the engine had work all the time since.
+        # A request that continues means that the engine was not idle in between.
         self._continues = bool(cached.req_ids)
         spec = scheduler_output.scheduled_spec_decode_tokens
         requests = len(scheduler_output.num_scheduled_tokens)
@@ -114,52 +113,53 @@ class ControlV2(Control):
 
     @property
     def context(self) -> int:
-        """Tokens in the KV cache before the step that began, over its requests."""
+        """Tokens in the KV cache before the current step, summed over its requests."""
         return self._shape[1]
 
     def cut(self, verified: int) -> None:
-        """So many drafted tokens of the step that began are verified after all."""
+        """Set the number of drafted tokens that the current step verifies."""
         requests, context, _, prefill = self._shape
         self._shape = (requests, context, verified, prefill)
 
     @property
     def limited(self) -> bool:
-        """True if a TPOT limit holds for the next decode steps."""
+        """True if a TPOT limit applies to the next decode steps."""
         return bool(self._limit < np.inf)
 
     def step_costs(self) -> StepCosts | None:
-        """What verifying costs, for the ranks that decide about it.
+        """Return the costs of verification, for all ranks.
 
         Returns:
-            Seconds that a round may take, and what refines the time model; None where
-            times are not predicted.
+            Limit of the step time (s), and the corrections of the time model; None
+            without a time model.
         """
         if self.policy is None or self.times is None:
             return None
         return self._limit, self.times.learnt()
 
     def step_ends(self, steps: int) -> Timing:
-        """Everything of the step was launched."""
+        """End a step that has been launched completely."""
         self.reading = self.clock.end(steps)
         return Timing(self._continues, self.reading)
 
     def admit(self, scheduler_output: Any) -> None:
-        """Give every request of a step a slot; a preempted one keeps its own.
+        """Assign a slot to every request of a step.
 
-        Unless there are more of them than slots: then a preempted one gives its slot
-        up, or one that this step leaves out, and gets another when it runs again.
+        A preempted request keeps its slot while there are enough. Otherwise a preempted
+        request, or one that this step does not run, loses its slot and gets another
+        when it runs again.
         """
         table, running = self._table, set(scheduler_output.num_scheduled_tokens)
         for new in scheduler_output.scheduled_new_reqs:
-            self._facts[new.req_id] = (new.prompt_len, new.sampling_params)
+            self._request_info[new.req_id] = (new.prompt_len, new.sampling_params)
         self._preempted |= scheduler_output.preempted_req_ids or set()
-        self._preempted &= self._facts.keys() - running
+        self._preempted &= self._request_info.keys() - running
         for req_id in scheduler_output.num_scheduled_tokens:
             if req_id in table.slot_of:
                 continue
             waiting = self._preempted & table.slot_of.keys()
             staying = table.slot_of.keys() - waiting if waiting else running
-            num_prompt_tokens, params = self._facts[req_id]
+            num_prompt_tokens, params = self._request_info[req_id]
             self._admit(req_id, set(staying), num_prompt_tokens, params)
 
     def end(self, req_ids: Sequence[str]) -> None:
@@ -167,28 +167,28 @@ class ControlV2(Control):
 
     def _forget(self, req_ids: Sequence[str]) -> None:
         for req_id in req_ids:
-            self._facts.pop(req_id, None)
+            self._request_info.pop(req_id, None)
             self.remembered.discard(req_id)
         super()._forget(req_ids)
 
     def learn(self, step: Step) -> None:
-        """A step has landed: observe it, and decide what follows."""
+        """Observe a landed step, and choose the length of the next one."""
         if self.memory is not None:
             self._contain("memory", self._attribute, step)
         self._contain("", self._decide, step)
         if self.policy is None and self.start is not None:
-            step.cost = 0.0  # after a fault; see `Record`
+            step.cost = 0.0  # suspended after a fault; see `Record`
 
     def choose(
         self, req_ids: Sequence[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        """The prefix of each request's drafts that is verified.
+        """Return the prefix of each request's drafts that is verified.
 
         Args:
-            draft_token_ids: Its drafts; V2 gives placeholders, only lengths count.
+            draft_token_ids: Drafts by request; on V2 placeholders, only lengths count.
         """
         self.explored = {}
-        # The list itself names the step: one that has not landed is not cut.
+        # The list's identity stands for the step: one that has not landed is not cut.
         if self.policy is None or not self.trims or self._of_step is not req_ids:
             return draft_token_ids
         lengths, self.explored = self._lengths, self._explored
@@ -198,7 +198,7 @@ class ControlV2(Control):
         ]
 
     def stop(self) -> None:
-        """Draft nothing until steps are learnt from again and no suspension is left."""
+        """Draft nothing until control restarts."""
         if self.policy is not None:
             super().stop()
             self.depth = 0
@@ -219,24 +219,24 @@ class ControlV2(Control):
             "steps_without_drafts": {name: n for name, n in self._off.items() if name},
             "trimmed_tokens": self._trimmed,
             "steps_by_depth": dict(enumerate(by_depth.tolist())),
-            "hole_tokens": 0,
+            "missing_draft_kv_tokens": 0,
         }
 
     def _attribute(self, step: Step) -> None:
-        """Say whose drafts a step has verified, and whose the next ones are."""
-        assert self.memory is not None  # noqa: S101 (asked by `learn`)
+        """Set `step.memory`, and the requests with next drafts from the memory."""
+        assert self.memory is not None  # noqa: S101 (checked by `learn`)
         names, before = step.req_ids, self.remembered
         drafts = step.drafts - step.padding
-        # Of the drafts of a step that was lost nobody knows whose they were.
-        kept = [step.after_gap or name in before for name in names]
-        step.memory = np.array(kept, bool) & (drafts > 0)
+        # After a lost step the source of its drafts is unknown: count them as memory.
+        memory = [step.after_gap or name in before for name in names]
+        step.memory = np.array(memory, bool) & (drafts > 0)
         if not step.after_gap:
             accepted = np.minimum(np.asarray(step.emitted) - 1, drafts)[step.memory]
             self._memory_count += (len(accepted), accepted.sum())
-        newest = self.memory.told(step) & (np.asarray(step.emitted) > 0)
+        newest = self.memory.from_memory(step) & (np.asarray(step.emitted) > 0)
         self.remembered = before.difference(names)
         for i in np.flatnonzero(newest):
-            if names[i] in self._facts:  # it may have ended since
+            if names[i] in self._request_info:  # else it has ended
                 self.remembered.add(names[i])
 
     def _decide(self, step: Step) -> None:
@@ -251,25 +251,24 @@ class ControlV2(Control):
         slots = self._table.slots([step.req_ids[i] for i in known])
         emitted = np.asarray(step.emitted, np.int64)[known]
         self._slo.advance(slots, emitted, now)
-        # A placeholder may be accepted by chance: it counts here, as no draft.
+        # An accepted placeholder is in `emitted`, but it is not a draft.
         drafts = step.real_drafts[known].astype(np.int64)
         if not self.trims:
-            # Asynchronous: a grammar's mask does not reach past the first tokens of a
-            # draft, and vLLM rejects the rest unseen. That is no verdict of the draft.
-            # With synchronous scheduling the grammar cuts drafts before they are
-            # verified.
+            # Asynchronous scheduling: a grammar's mask covers only the first tokens of
+            # a draft, and vLLM rejects the others without verification. That is not
+            # evidence about the draft. With synchronous scheduling the grammar cuts
+            # drafts before they are verified.
             drafts *= ~self._table.constrained[slots]
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
         self._count(step, rows == 1, drafts, accepted)
-        plans, observes = self._turns(slots)
+        plans, observes = self._plans_and_observes(slots)
         if observes:
             timing = step.timing
             if timing is not None and timing.continues and not step.after_gap:
-                # After idling nothing of the last round is left to learn from, and the
-                # time since is not its time.
+                # After idle time the outcome of the last step and its time are invalid.
                 sample = timing.read()
-                seen = Outcome(slots, drafts, accepted, emitted, now, sample)
-                policy.observe(seen)
+                outcome = Outcome(slots, drafts, accepted, emitted, now, sample)
+                policy.observe(outcome)
         if not plans:
             return
         context = np.asarray(step.start)[known] + rows[known]
@@ -284,7 +283,7 @@ class ControlV2(Control):
         depth, lengths = self._follow(
             policy, plan.passes, step.steps, confidence, foreseen
         )
-        if plan.reason == "no_room":  # says nothing about the requests to come
+        if plan.reason == "no_room":  # not valid for other requests
             depth = self.depth
         self.depth = min(depth, self.num_speculative_tokens)
         if self.trims:
@@ -294,34 +293,34 @@ class ControlV2(Control):
             self._lengths = dict(zip(names, lengths.tolist(), strict=True))
             self._explored = explored(policy, names) if plan.passes else {}
             if plan.passes and not self.limited:
-                # The lengths are by the draft's confidences, which say nothing here.
+                # The lengths follow the draft's confidences, not the memory's.
                 for name in self.remembered:
                     self._lengths.pop(name, None)
                     self._explored.pop(name, None)
             self._of_step = step.req_ids
 
-    def _turns(self, slots: np.ndarray) -> tuple[bool, bool]:
-        """Whether the policy plans in this step, and whether it observes it.
+    def _plans_and_observes(self, slots: np.ndarray) -> tuple[bool, bool]:
+        """Return whether the policy plans after this step, and whether it observes it.
 
-        Many requests teach in one step what few do in many, and their host time is
-        theirs to lose: then one step is planned after, the next one observed, and some
-        pass by. Not where every step is cut or held to a limit.
+        A large batch gives as many labels in one step as a small one in many, and host
+        time delays all its requests. Therefore the policy plans after one step,
+        observes the next and skips some, unless drafts are trimmed or a limit binds.
         """
         every = 1 if self.trims or self._slo.binds(slots) else len(slots) // 64 + 1
         if every == 1:
-            self._turn = 0
+            self._cycle_step = 0
             return True, True
-        self._turn = (self._turn + 1) % every
-        return self._turn == 0, self._turn == 1
+        self._cycle_step = (self._cycle_step + 1) % every
+        return self._cycle_step == 0, self._cycle_step == 1
 
     def _count(
         self, step: Step, decoding: np.ndarray, drafts: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """Take the step's work into the totals, and what it cost.
+        """Add a step to the totals and set its cost.
 
         Args:
-            decoding: bool, its requests that are past their prompts.
-            drafts, accepted: int64, draft tokens of its requests.
+            decoding: bool, requests beyond their prompts.
+            drafts, accepted: int64, draft tokens of the requests.
         """
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
@@ -351,16 +350,16 @@ class ControlV2(Control):
         confidence: np.ndarray,
         foreseen: int,
     ) -> tuple[int, np.ndarray]:
-        """Show the policy the steps that were drafted.
+        """Pass the confidences of a landed step to the policy.
 
         Args:
             confidence: float32 [n, K].
-            foreseen: Steps to draft whatever these confidences say; 0: they decide.
-                The step that is decided about is not the next one, and all that was
-                drafted is verified.
+            foreseen: Depth that is returned independently of the confidences; 0: they
+                decide. It is set if the depth is not for the next step, and all drafted
+                tokens are verified.
 
         Returns:
-            Steps to draft in a coming round; int64 [n] tokens to verify now.
+            Draft depth of a later step; int64 [n], tokens to verify now.
         """
         if not planned:
             return 0, np.zeros(len(confidence), np.int64)
@@ -368,12 +367,12 @@ class ControlV2(Control):
         while (more or foreseen) and step < min(planned, drafted):
             step += 1
             more = policy.go_on(step, confidence[:, step - 1])
-        wanted = foreseen or step + (more and step < planned)
-        return wanted, policy.choose()
+        depth = foreseen or step + (more and step < planned)
+        return depth, policy.choose()
 
 
 def _limit(batch: Batch, model: Times) -> float:
-    """Seconds that a round of these requests may take for their TPOT limits."""
+    """Return the longest step time (s) that meets the TPOT limits of the requests."""
     if np.isinf(batch.limit).all():
         return np.inf
     n = len(batch)

@@ -1,11 +1,11 @@
-"""Rows of a step on a GPU: packed behind the step, copied to the host beside the next.
+"""Staging of a step's rows on a GPU and their asynchronous copy to the host.
 
-On the model's stream the rows are packed into a run of a device buffer; a stream of low
-priority then copies the run to the same offset in page-locked host memory. The model's
-stream waits for neither the copy nor the host: bytes of a run are written again only
-after an event query, steps later, has said that the copy is done. Without a free run a
-step's rows are left out. All memory, streams and events are made at the start; a step
-allocates nothing.
+The model's stream packs the rows into a run of a device buffer. A low-priority stream
+then copies the run to the same offset in page-locked host memory, concurrently with the
+next steps. The model's stream waits for neither the copy nor the host: a run is reused
+only after an event query has shown that its copy is complete. A step without a free run
+is not captured. All memory, streams and events are created at start; a step allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from vllm_tide.kernels.pack_rows import NUM_LAYERS, pack_rows
 
 logger = logging.getLogger("vllm.tide")
 
-STEPS_HELD = 3
-"""Steps of the largest size that fit: one packed, one copied, one that is written."""
+STAGED_STEPS = 3
+"""Capacity in steps of the largest size: one is packed, one copied, one written."""
 
 
 class DeviceRows(StagedRows):
-    """A step's memory: its run and the events that follow it."""
+    """Run of a step and its events."""
 
     def __init__(self, stage: DeviceStage, layout: RunLayout) -> None:
         self._stage = stage
-        # Which rows: written by the host, read by the device once the step runs.
-        self.wanted = torch.empty(layout.num_rows, dtype=torch.int32, pin_memory=True)
+        # Row numbers: written by the host, read by the device when the step runs.
+        self.indices = torch.empty(layout.num_rows, dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(stage.device):
             self.packed = torch.cuda.Event()
             self.landed = torch.cuda.Event()
         self.run: Run | None = None
 
     def filled(self) -> bool:
-        """True if the copy is done; a query, no wait."""
+        """Return whether the copy is complete; does not block."""
         return bool(self.landed.query())
 
     def release(self) -> None:
@@ -56,16 +56,16 @@ class DeviceStage:
     """`HostStage` for a CUDA or ROCm device.
 
     Args:
-        max_steps: Steps under way, at most.
-        room: Bytes of the ring: no more are staged at once, so twice them suffice.
+        max_steps: Most steps in flight.
+        ring_bytes: Capacity of the ring, and the most that is staged at once.
     """
 
     def __init__(
-        self, max_steps: int, layout: RunLayout, device: torch.device, room: int
+        self, max_steps: int, layout: RunLayout, device: torch.device, ring_bytes: int
     ) -> None:
         self.device, self._layout, max_rows = device, layout, layout.num_rows
-        most = min(STEPS_HELD * layout.num_bytes, 2 * room)
-        self._ring = RunRing(most + STEPS_HELD * 256)
+        most = min(STAGED_STEPS * layout.num_bytes, 2 * ring_bytes)
+        self._ring = RunRing(most + STAGED_STEPS * 256)
         size = self._ring.num_bytes
         self._device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._pinned = PinnedBytes(size)
@@ -88,7 +88,7 @@ class DeviceStage:
         rows: np.ndarray,
         topk: TopRows | None,
     ) -> DeviceRows | None:
-        """Every call only enqueues."""
+        """Enqueue packing and copying of rows; see `HostStage.fill`."""
         layout = self._layout.of(rows, topk)
         run = self._ring.take(layout.num_bytes) if self._free else None
         if run is None:
@@ -97,11 +97,11 @@ class DeviceStage:
         try:
             part = slice(run.start, run.start + layout.num_bytes)
             on_device, on_host = self._device_bytes[part], self._host_bytes[part]
-            wanted = self._upload(staged, rows)
+            indices = self._upload(staged, rows)
             if len(aux) == NUM_LAYERS:
-                pack_rows(aux, wanted, layout.features(on_device))
+                pack_rows(aux, indices, layout.features(on_device))
                 aux = ()
-            layout.fill(on_device, aux, hidden, wanted, topk)
+            layout.fill(on_device, aux, hidden, indices, topk)
             staged.packed.record()
             self._copies.wait_event(staged.packed)
             with torch.cuda.stream(self._copies):
@@ -115,7 +115,7 @@ class DeviceStage:
         return staged
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """No argument of the kernel depends on the number of rows."""
+        """Compile the kernel with one row: no argument depends on their number."""
         width, num_aux = self._layout.hidden_size, self._layout.num_aux
         layer = torch.zeros(1, width, dtype=dtype, device=self.device)
         rows = np.zeros(1, np.int32)
@@ -124,25 +124,25 @@ class DeviceStage:
             staged.release()
 
     def give_back(self, rows: DeviceRows) -> None:
-        """A step's run is free again, once its copy is done. Idempotent."""
+        """Release a step's run after its copy is complete. Idempotent."""
         if rows.run is not None:
             self._ring.give_back(rows.run)
             rows.run = rows.layout = rows.host = None
             self._free.append(rows)
 
     def close(self) -> None:
-        """Wait for the copies under way and let the host memory go; at shutdown."""
+        """Wait for pending copies and release the host memory, at shutdown."""
         self._copies.synchronize()
         self._free.clear()
         self._pinned.close()
 
     def _upload(self, staged: DeviceRows, rows: np.ndarray) -> torch.Tensor:
-        """The rows' numbers on the device; nothing is copied where they are the first.
+        """Return the row numbers on the device; copy none if they are 0 to n - 1.
 
-        Strictly ascending, so the last one tells.
+        They are strictly ascending, so it suffices to check the last one.
         """
         n = len(rows)
         if rows[-1] == n - 1:
             return self._all[:n]
-        staged.wanted[:n].numpy()[:] = rows
-        return self._some[:n].copy_(staged.wanted[:n], non_blocking=True)
+        staged.indices[:n].numpy()[:] = rows
+        return self._some[:n].copy_(staged.indices[:n], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Facts of the served models that a trainer needs."""
+"""Properties of the served models that a trainer needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """Facts of a served target and draft.
+    """Properties of the served target and draft.
 
     Attributes:
-        aux_layer_ids: Captured layers, vLLM's convention: id L is the residual
-            stream entering layer L; ascending, as the model returns them.
+        aux_layer_ids: Captured layers in vLLM's convention: id L is the residual
+            stream that enters layer L. Ascending, as the model returns them.
     """
 
     target_path: str
@@ -36,22 +36,23 @@ def _directory(model: str, revision: str | None, **options: Any) -> Path:
 
 
 def local_dir(model: str, revision: str | None = None) -> Path:
-    """Directory of a checkpoint: itself, or its snapshot in the local hub cache."""
+    """Return the directory of a checkpoint: a path, or its local hub snapshot."""
     return _directory(model, revision, local_files_only=True)
 
 
 def weights_dir(model: str, revision: str | None = None) -> Path:
-    """Like `local_dir`, but fetches the weights and what describes them if need be.
+    """Return `local_dir` after downloading the weights and JSON files if necessary.
 
     Raises:
-        OSError: The hub or its cache has no such model.
-        ValueError: The name is none of a model.
+        OSError: Neither the hub nor its local cache has the model.
+        ValueError: The name is not a valid model name.
     """
-    # vLLM loads the same files from the same cache a moment later.
+    # vLLM loads the same files from the same cache later.
     return _directory(model, revision, allow_patterns=["*.safetensors", "*.json"])
 
 
 def draft_facts(worker: Any) -> DraftFacts:
+    """Read the properties of a worker's models."""
     config = worker.vllm_config
     speculative = config.speculative_config
     draft, target = speculative.draft_model_config, config.model_config

@@ -1,11 +1,11 @@
-"""Puts a staged draft into vLLM's draft model, between two steps.
+"""Installation of a staged draft into vLLM's draft model, between two steps.
 
-Layer-wise reload (`model_loader/reload`) loads into the tensors that are there, so
-CUDA-graph addresses stay valid, and runs `process_weights_after_loading`, so the CPU
-backend's packed oneDNN weights are refreshed. On a GPU an unquantised draft computes
-with its parameters as they were loaded: there loading in place is all there is to do,
-copies on the current stream without memory of their own. Modules shared with the
-target are taken out of the draft while it runs: reloading must never touch the target.
+Layer-wise reload (`model_loader/reload`) loads into the existing tensors, so CUDA-graph
+addresses stay valid. It runs `process_weights_after_loading`, which updates the CPU
+backend's packed oneDNN weights. On a GPU an unquantised draft uses its parameters as
+loaded, so its weights are only copied in place, on the current stream and without extra
+memory. Modules shared with the target are removed from the draft during the reload,
+because the reload must not change the target.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _SHARED = {"embed_tokens.weight": "model.embed_tokens", "lm_head.weight": "lm_he
 
 
 def shared_with_target(draft: nn.Module, target: nn.Module) -> frozenset[str]:
-    """Checkpoint names of the draft's tensors that are the target's own modules."""
-    theirs = {id(module) for module in target.modules()}
-    found = set()
+    """Return the checkpoint names of the draft's tensors that are the target's."""
+    of_target = {id(module) for module in target.modules()}
+    names = set()
     for name, path in _SHARED.items():
         try:
             module = draft.get_submodule(path)
         except AttributeError:
             continue
-        if id(module) in theirs:
-            found.add(name)
-    return frozenset(found)
+        if id(module) in of_target:
+            names.add(name)
+    return frozenset(names)
 
 
 def _computed(draft: nn.Module) -> list[str]:
-    """Paths of modules that hold only what they computed themselves (RoPE caches)."""
+    """Return the paths of modules with computed buffers only (RoPE caches)."""
     return [
         path
         for path, module in draft.named_modules()
@@ -61,9 +61,9 @@ def _computed(draft: nn.Module) -> list[str]:
 
 @contextmanager
 def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
-    """Take modules that are not loaded out of `draft`; put them back in any case.
+    """Remove modules from `draft` and restore them on exit, also after an error.
 
-    Those are the target's own, and those that no checkpoint has anything for.
+    They are the modules shared with the target and those without checkpoint tensors.
     """
     flags = {
         name: getattr(draft, name)
@@ -86,7 +86,7 @@ def _without(draft: nn.Module, shared: frozenset[str]) -> Iterator[None]:
 
 
 def loads_in_place(draft: nn.Module) -> bool:
-    """True if the draft computes with its parameters just as they were loaded."""
+    """Return whether the draft uses its parameters as loaded, without processing."""
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
     return current_platform.is_cuda_alike() and all(
         isinstance(getattr(module, "quant_method", None), plain)
@@ -102,15 +102,15 @@ def install(
 ) -> None:
     """Load `tensors` into the running draft model.
 
-    A pruned draft may come with another choice of tokens: its `d2t` is loaded with it.
+    `d2t`, the vocabulary of a pruned draft, is loaded too.
 
     Args:
-        tensors: Checkpoint names to full (unsharded) tensors.
+        tensors: Full (unsharded) tensors by checkpoint name.
         shared: Names that belong to the target and are not loaded.
 
     Raises:
-        Exception: Whatever the loader raises; the draft may then be half loaded and
-            the caller must install the last good one again.
+        Exception: Any error of the loader. The draft may then be partly loaded, and the
+            caller must install the last good draft again.
     """
     model_config = vllm_config.speculative_config.draft_model_config
     weights = [(k, v) for k, v in tensors.items() if k not in shared]
@@ -126,21 +126,21 @@ def install(
         try:
             draft.load_weights(weights)
         finally:
-            # Also after a failure: it puts every layer that was not loaded back.
+            # Also after a failure: restores every layer that was not loaded.
             finalize_layerwise_reload(draft, model_config)
 
 
 def overflow_check(
     checkpoint: Path, vllm_config: VllmConfig
 ) -> Callable[[Mapping[str, torch.Tensor]], None] | None:
-    """Make the check that runs a published draft over a few rows, on the host.
+    """Return a check that runs a published draft on a few rows, on the host.
 
     Args:
-        checkpoint: Directory of the draft the server started with.
+        checkpoint: Directory of the draft that the server started with.
 
     Returns:
-        It raises `DraftRefused` where logits are not finite, though all tensors are;
-        None for a draft that nobody could train.
+        A function that raises `DraftRefused` if logits are not finite; None if the
+        trainer does not support the draft.
     """
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     dtype = vllm_config.speculative_config.draft_model_config.dtype
@@ -152,7 +152,7 @@ def overflow_check(
 
     def check(tensors: Mapping[str, torch.Tensor]) -> None:
         if not bool(probe_rows(config, tensors, dtype).isfinite().all()):
-            raise DraftRefused("not_finite", "its logits overflow.")
+            raise DraftRefused("not_finite", "the logits overflow.")
 
     return check
 
@@ -181,20 +181,20 @@ _PROBED = {
 
 
 def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Prove through the modules' own outputs that the new weights are what they use.
+    """Check that the modules' outputs match the new weights.
 
-    Packed weights cannot be read back, so each linear layer is asked for its output
-    on a fixed probe; the vocabulary mapping is read back. Only for an unsharded draft
-    (tensor parallel size 1).
+    Packed weights cannot be read back, so each linear layer is run on a fixed probe.
+    The vocabulary mapping is read back. Only for an unsharded draft (tensor parallel
+    size 1).
 
     Raises:
-        DraftRefused: A layer does not compute with the new weights.
+        DraftRefused: A layer does not use the new weights.
     """
     mapping = getattr(draft, "draft_id_to_target_id", None)
     if mapping is not None and "d2t" in tensors:
         want = tensors["d2t"].to("cpu", mapping.dtype)
         if not torch.equal(mapping.cpu(), want):
-            raise DraftRefused("install", "the draft kept another vocabulary (d2t).")
+            raise DraftRefused("install", "the draft's vocabulary (d2t) is unchanged.")
     modules = dict(draft.named_modules())
     for path, names in _PROBED.items():
         module = modules.get(path)
@@ -202,13 +202,13 @@ def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
         if module is None or want.numel() == 0:
             continue
         dtype = getattr(module, "params_dtype", torch.float32)
-        # A ramp, the same for everybody: no random state of the engine is touched.
+        # A fixed ramp, so that the engine's random state is not used.
         probe = torch.linspace(-1, 1, want.shape[1]).to(dtype)[None]
-        weight = next(module.parameters(), probe)  # the probe goes to where it is
+        weight = next(module.parameters(), probe)  # gives the module's device
         got = module(probe.to(weight.device))
         got = (got[0] if isinstance(got, tuple) else got).float().cpu()
         expect = probe.float() @ want.to(dtype).float().T
         scale = expect.abs().max().clamp(min=1e-6)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         if not bool(((got - expect).abs() <= tolerance * scale).all()):
-            raise DraftRefused("install", f"layer {path} kept other weights.")
+            raise DraftRefused("install", f"layer {path} does not use the new weights.")

@@ -1,11 +1,11 @@
 """The n-gram memory on Model Runner V2 (`tide.test_time.memory`), on the device.
 
-In one step, in order: `grade` (the target's tokens are known, and the draft has not
-run), `propose` (it has). What was chosen reaches the host with the step's numbers, as a
-first token that is no token (`first_tokens`, `told`).
+Order of calls in a step: `grade` (after sampling, before the draft), `propose` (after
+the draft). The choice of source is encoded in the sign of the first drafted token
+(`first_tokens`), which the host decodes when the step has landed (`from_memory`).
 
-The draft always runs: with Model Runner V2 a step's length is settled before anything
-of it is known. Only as many tokens are proposed as it drafted.
+The draft always runs, because Model Runner V2 fixes a step's depth in advance. The
+memory proposes as many tokens as the draft.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_tide.control.acceptance import HALF_LIFE_TOKENS
 from vllm_tide.kernels.ngram_memory import NgramTable
 from vllm_tide.memory.source import DRAFT, MEMORY, PRIOR, SHRINK, SWAP_KEEP
 
-# Ranks must agree when it is tried again after faults: steps are their clock.
+# All ranks must retry at the same step, so suspensions are counted in steps.
 _STEP_S = 0.02
 
 
 class MemoryV2:
-    """Puts what a request's own text says in the place of drafts worth less.
+    """Replacement of drafts by n-gram matches that are predicted to be better.
 
     Attributes:
-        guard: Contains its faults; after one the texts are read anew.
+        guard: Contains faults; after one the index of all texts is rebuilt.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -55,13 +55,13 @@ class MemoryV2:
         self.guard.retry()
 
     def draft_swapped(self) -> None:
-        """The draft has new weights: keep little of what was learnt about the old."""
+        """Discount the statistics of the old draft after a swap."""
         self._table.counts[DRAFT].mul_(SWAP_KEEP)
 
     def grade(
         self, slots: Tensor, sampled: Tensor, num_sampled: Tensor, rejected: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Learn from a step's tokens; what the draft's estimator may learn from it.
+        """Update acceptance statistics with a step's tokens.
 
         Args:
             slots: int64 [n].
@@ -69,7 +69,8 @@ class MemoryV2:
             num_sampled, rejected: int32 [n].
 
         Returns:
-            The last two, without verdicts on the memory's tokens.
+            `num_sampled` and `rejected` for the draft's acceptance estimator: without
+            the results of the memory's tokens.
         """
         self._contain(
             "memory_grade", self._grade, slots, sampled, num_sampled, rejected
@@ -82,7 +83,7 @@ class MemoryV2:
     def propose(
         self, batch: Any, num_sampled: Tensor, drafts: Tensor, depth: int
     ) -> None:
-        """Overwrite the drafts that are worth less.
+        """Overwrite drafts with a lower expected acceptance than the memory's.
 
         Args:
             batch: vLLM's `InputBatch` (V2).
@@ -95,16 +96,16 @@ class MemoryV2:
             )
 
     def first_tokens(self, drafts: Tensor) -> Tensor:
-        """First tokens of the step's drafts, for `told`: int64 [>= n, 1].
+        """Return the first tokens for `from_memory`: int64 [>= n, 1].
 
         Args:
-            drafts: int64 [>= n, K], where nothing was proposed.
+            drafts: int64 [>= n, K]; returned if the memory proposed nothing.
         """
         return self._table.first[:, None] if self._chose else drafts
 
     @staticmethod
-    def told(step: Step) -> np.ndarray:
-        """True where the memory's tokens stand; mends `step.drafted`."""
+    def from_memory(step: Step) -> np.ndarray:
+        """Return which requests have the memory's drafts; decode `step.drafted`."""
         first = np.asarray(step.drafted)
         memory = (first < 0) & (step.steps > 0)
         step.drafted = np.where(memory, -1 - first, first)
@@ -141,7 +142,7 @@ class MemoryV2:
             num_sampled,
             states.total_len.gpu,
             states.all_token_ids.gpu,
-            # One token more than the target has computed.
+            # Computed tokens, and the one that was sampled.
             int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()) + 1,
             drafts,
             depth,
@@ -150,7 +151,7 @@ class MemoryV2:
         self._chose = True
 
     def _warm_up(self) -> None:
-        """Compile the kernels, with a step that sampled nothing."""
+        """Compile the kernels, with a step without tokens."""
         table, states = self._table, self._states
         one = table.first.new_zeros(1)
         drafts = table.first.new_zeros(1, table.most)

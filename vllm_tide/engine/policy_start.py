@@ -1,4 +1,4 @@
-"""Gives the controller its step times and its policy, before anything is served."""
+"""Creation of the time model and the policy, before the server accepts requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vllm_tide.engine.control_v2 import ControlV2
 
 logger = logging.getLogger("vllm.tide")
 
-# Of a target's step, and of its draft's pass over that: guesses.
+# Guesses: time of a target step, and smallest share of it that a draft pass takes.
 _STEP_S, _LEAST_SHARE = 10e-3, 0.02
 
 
 def first_guess(worker: Any) -> TimeModel:
-    """Step times before any step was seen, wrong by a factor that serving finds.
+    """Return initial step times, correct up to a factor that is fitted while serving.
 
-    AdaSpec's linear forward time (eq. 2) where reading memory is all that takes time:
-    the weights once, and the KV cache of each token of context.
+    AdaSpec's linear forward time (eq. 2) for a forward bound by memory bandwidth: it
+    reads the weights once, and the KV cache of each token of context.
 
     Args:
         worker: vLLM's `Worker`.
@@ -45,9 +45,9 @@ def first_guess(worker: Any) -> TimeModel:
 
 
 def _weight_bytes(model: Any, parallel: Any) -> float:
-    """Of what a forward reads, about: 12 h^2 weights a layer, and the head's.
+    """Return the approximate weights read by a forward: 12 h^2 per layer, and lm_head.
 
-    What the loaded model has says less: kernels on CPU keep weights of their own.
+    The loaded model is no better source, because CPU kernels hold packed copies.
     """
     width, layers = model.get_hidden_size(), model.get_num_layers(parallel)
     own = getattr(model.hf_text_config, "draft_vocab_size", None)
@@ -57,16 +57,16 @@ def _weight_bytes(model: Any, parallel: Any) -> float:
 
 
 def _token_bytes(model: Any, parallel: Any) -> int:
-    """Of a token's keys and values."""
+    """Return the size of a token's keys and values."""
     heads = model.get_num_kv_heads(parallel) * model.get_num_layers(parallel)
     return 2 * heads * model.get_head_size() * int(model.dtype.itemsize)
 
 
 def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:
-    """Let the leader of Model Runner V1 decide."""
+    """Start the policy on the leader of Model Runner V1."""
     if not control.leader:
         return
-    if config.policy == "static":  # it is here for the memory, and weighs no times
+    if config.policy == "static":  # control is on for the memory only
 
         def start_static() -> None:
             control.policy = StaticPolicy(control.num_speculative_tokens)
@@ -77,13 +77,13 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
     prior, settings = first_guess(worker), _settings(control, config)
     method = worker.vllm_config.speculative_config.draft_sample_method
     if method != "greedy" and config.policy == "adaspec" and settings.verify:
-        # Which tokens are worth it depends on confidences after them, so on what was
-        # drawn: cutting by it would bias the output. When to stop drafting does not.
+        # The cut depends on later confidences, so on tokens drawn after it. Cutting
+        # would bias the output; stopping the draft early does not.
         settings = replace(settings, verify=False)
         logger.warning(
-            "vllm_tide: tide.control.verify is off: with draft_sample_method %r every "
-            "drafted token is verified, because a token may not be cut for what was "
-            "drawn after it; set draft_sample_method to 'greedy' to have it cut.",
+            "vllm_tide: tide.control.verify is off: with draft_sample_method %r all "
+            "drafted tokens are verified, because a cut that depends on sampled drafts "
+            "would bias the output; set draft_sample_method to 'greedy' to cut drafts.",
             method,
         )
 
@@ -99,7 +99,7 @@ def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None
 
 
 def needs_times(config: ControlConfig) -> bool:
-    """True if the policy predicts times."""
+    """Return whether the policy predicts times."""
     return config.policy == "adaspec"
 
 
@@ -109,13 +109,13 @@ def start_predicting(
     config: ControlConfig,
     measured: TimeModel | None = None,
 ) -> None:
-    """Let the leader of Model Runner V2 decide.
+    """Start the policy on the leader of Model Runner V2.
 
     Args:
-        measured: Times that vLLM has measured; None: they are guessed.
+        measured: Times measured by vLLM; None uses `first_guess`.
     """
     settings = _settings(control, config)
-    # What is drafted is verified whole where nothing can be cut.
+    # Without a way to cut drafts, all drafted tokens are verified.
     cuts = control.trims or control.cut_on_device
     settings = replace(settings, verify=settings.verify and cuts, explore=control.trims)
     prior = None

@@ -1,4 +1,4 @@
-"""State of each request in control: its slot (an index of arrays) and limits."""
+"""State of each request in control: its slot (an array index) and limits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_tide.control.slo import SloBook
 
 
 class RequestTable:
-    """Gives slots to requests.
+    """Slots of the requests.
 
     Attributes:
-        most_tokens: int64 [capacity] prompt and output tokens the request may have.
-        sampled: bool [capacity] temperature > 0.
-        constrained: bool [capacity] its output follows a grammar.
-        k_max: int64 [capacity] draft tokens it wants at most.
+        most_tokens: int64 [capacity], limit of prompt and output tokens.
+        sampled: bool [capacity], temperature > 0.
+        constrained: bool [capacity], the output follows a grammar.
+        k_max: int64 [capacity], limit of draft tokens (`tide_k_max`).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,25 +31,25 @@ class RequestTable:
         self.k_max = np.zeros(capacity, np.int64)
 
     def begin(self, req_id: str, running: set[str]) -> tuple[int, int | None]:
-        """Give a slot to a request.
+        """Assign a slot to a request.
 
         Args:
             running: Requests of this step; any other may lose its slot.
 
         Returns:
-            The slot, and the slot again if a waiting (preempted) request lost it.
+            The slot, and the slot again if a preempted request lost it, else None.
         """
-        given_up = self._latest = None
+        released = self._latest = None
         if not self._free:
             waiting = next(name for name in self.slot_of if name not in running)
-            given_up = self.slot_of.pop(waiting)
-            self._free.append(given_up)
+            released = self.slot_of.pop(waiting)
+            self._free.append(released)
         slot = self._free.pop()
         self.slot_of[req_id] = slot
-        return slot, given_up
+        return slot, released
 
     def end(self, req_id: str) -> int | None:
-        """Take a request's slot back; None if it had none."""
+        """Release a request's slot and return it; None if it had none."""
         slot = self.slot_of.pop(req_id, None)
         if slot is not None:
             self._free.append(slot)
@@ -57,49 +57,49 @@ class RequestTable:
         return slot
 
     def slots(self, req_ids: list[str]) -> np.ndarray:
-        """int64 [n] slots of requests that have one; not to be written."""
+        """Return the slots of requests that have one, int64 [n]; read-only."""
         if self._latest is None or self._latest[0] != req_ids:
-            found = [self.slot_of[name] for name in req_ids]
-            self._latest = list(req_ids), np.array(found, np.int64)
+            slots = [self.slot_of[name] for name in req_ids]
+            self._latest = list(req_ids), np.array(slots, np.int64)
         return self._latest[1]
 
 
 def argument(params: Any, name: str) -> Any:
-    """Value that a request gives in its `vllm_xargs`; None if none."""
+    """Return the value of a key of the request's `vllm_xargs`, or None."""
     return (getattr(params, "extra_args", None) or {}).get(name)
 
 
 def length_cap(params: Any, most: int) -> int | None:
-    """The request's `tide_k_max`, cut to `most`; None where it is no length."""
+    """Return the request's `tide_k_max`, at most `most`; None if it is invalid."""
     asked = argument(params, "tide_k_max")
     return min(asked, most) if type(asked) is int and asked >= 0 else None
 
 
 class RequestBook:
-    """Requests under control.
+    """Slots and limits of the requests.
 
     Args:
         longest: Most tokens of any request (`max_model_len`).
-        config: `tide.control`: the server's limit, and the least of a client's.
+        config: `tide.control`: the server's limit, and the smallest client limit.
 
     Attributes:
-        table: Slots and what is known of them.
-        malformed_slo: Requests whose own limit was no positive number.
+        table: Slots and properties of the requests.
+        malformed_limits: Number of requests with an invalid limit.
     """
 
     def __init__(self, capacity: int, longest: int, config: ControlConfig) -> None:
         self.table = RequestTable(capacity)
         self.slo = SloBook(capacity)
-        self.malformed_slo = 0
+        self.malformed_limits = 0
         self._longest = longest
         self._slo_ms, self._least_ms = config.slo_tpot_ms, config.client_slo_tpot_ms
 
     def admit(self, slot: int, num_prompt_tokens: int, params: Any) -> None:
-        """A request got a slot."""
-        wanted = self._longest
+        """Set the properties and limits of a request with a new slot."""
+        most = self._longest
         if params is not None and params.max_tokens is not None:
-            wanted = num_prompt_tokens + params.max_tokens
-        self.table.most_tokens[slot] = min(wanted, self._longest)
+            most = num_prompt_tokens + params.max_tokens
+        self.table.most_tokens[slot] = min(most, self._longest)
         self.table.sampled[slot] = params is not None and params.temperature > 1e-5
         self.table.constrained[slot] = (
             params is not None and params.structured_outputs is not None
@@ -108,27 +108,27 @@ class RequestBook:
         self.table.k_max[slot] = self._longest if cap is None else cap
         own, asked = self._slo_ms, self._asked_ms(params)
         if own is not None and asked is not None and asked >= own:
-            own, asked = asked, None  # looser than the server's: it costs nobody
+            own, asked = asked, None  # looser than the server's limit
         self.slo.add(slot, _seconds(own), _seconds(asked))
 
     def caps(self, slots: np.ndarray, context: np.ndarray, most: int) -> np.ndarray:
-        """Draft tokens that can be of use: int64 [n], at most `most`.
+        """Return the useful number of draft tokens: int64 [n], at most `most`.
 
         Args:
             slots: int64 [n].
-            context: int64 [n] tokens in the KV cache after this step.
+            context: int64 [n], tokens in the KV cache after this step.
         """
-        # `context + 1` tokens exist; the target adds one more by itself.
+        # `context + 1` tokens exist, and the target adds one without a draft.
         caps = np.minimum(self.table.most_tokens[slots] - context - 2, most)
         return np.maximum(np.minimum(caps, self.table.k_max[slots]), 0)
 
     def known(self, req_ids: Sequence[str]) -> list[int]:
-        """Places of those requests that have a slot."""
+        """Return the indices of the requests that have a slot."""
         slot_of = self.table.slot_of
         return [i for i, req_id in enumerate(req_ids) if req_id in slot_of]
 
     def _asked_ms(self, params: Any) -> float | None:
-        """The request's own limit, where requests may have one; nonsense is counted."""
+        """Return the request's valid limit if clients may set one; count invalid."""
         given = argument(params, "tide_slo_tpot_ms")
         if given is None:
             return None
@@ -137,7 +137,7 @@ class RequestBook:
         except (OverflowError, TypeError, ValueError):
             limit = 0.0
         if not 0 < limit < float("inf"):
-            self.malformed_slo += 1
+            self.malformed_limits += 1
             return None
         return None if self._least_ms is None else max(limit, self._least_ms)
 

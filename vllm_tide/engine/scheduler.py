@@ -1,12 +1,12 @@
-"""The engine core's side: orders swaps at one step for all ranks, carries numbers.
+"""TIDE in the engine core: swap directives for all ranks, and metrics.
 
-Every rank acts on what the scheduler's output says, so all of them switch drafts at
-the same step; no rank decides by itself. A request's `cache_salt` never leaves the
-engine core: the order names the new requests that have one.
+The scheduler's output carries each directive, so all ranks swap drafts at the same
+step. A request's `cache_salt` stays in the engine core: the directive lists only the
+new requests that have one.
 
-The draft's KV lies in the blocks of the target's, under hashes that do not know the
-draft: a request that finds its prefix in the cache drafts on KV of the draft that was
-live when the prefix was computed. A fast draft counts as the one it stands on.
+The draft's KV is stored in the blocks of the target's KV, and block hashes do not
+depend on the draft. A request with a cached prefix therefore drafts on KV of the draft
+that was live when the prefix was computed. A fast draft counts as its base.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger("vllm.tide")
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 """Labels of a request's length so far (tokens)."""
 _CONTEXT_ENDS = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
-_WAITING = 16  # steps whose drafts' source may be unknown
+_WAITING = 16  # most steps in flight, for which the source of drafts is unknown
 
 
 class StepDirective(TypedDict):
-    """Directions to a step's workers (`SchedulerOutput.tide`).
+    """Directive for the workers of a step (`SchedulerOutput.tide`).
 
     Attributes:
         install: Version of the draft to install before the step.
         salted: New requests of the step that have a `cache_salt`.
-        step_costs: What its verification costs (`ControlV2.step_costs`).
+        step_costs: Costs of verification (`ControlV2.step_costs`).
     """
 
     install: NotRequired[int]
@@ -46,10 +46,10 @@ class StepDirective(TypedDict):
 
 
 def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | None:
-    """None unless `tide` is configured: the cost of *off* is one `is None`.
+    """Create TIDE's part of the scheduler; return None if `tide` is not configured.
 
     Args:
-        scheduler: vLLM's `Scheduler`; its KV cache manager may not be there yet.
+        scheduler: vLLM's `Scheduler`; its KV cache manager may not exist yet.
     """
     if speculative_config is None or speculative_config.tide is None:
         return None
@@ -60,10 +60,11 @@ def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | N
 
 
 def leave_the_core() -> None:
-    """Let this process sleep, not poll, while a worker of the CPU backend computes.
+    """Make the engine core sleep instead of poll while a CPU worker computes.
 
-    vLLM leaves one core to all but the model: the trainer would get a tenth of it. It
-    looks every ms: the queue may lose a notification that soon follows another.
+    vLLM reserves one core for everything but the model; polling leaves the trainer a
+    tenth of it. The queue is checked every ms, because it may lose a notification that
+    closely follows another.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -71,14 +72,14 @@ def leave_the_core() -> None:
     if current_platform.is_cpu():
         shm_broadcast.busy_loop_limit_s = 0.0
         shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 1
-        logger.info("vllm_tide: the trainer has the core on which vLLM would poll.")
+        logger.info("vllm_tide: vLLM does not poll, to leave its core to the trainer.")
 
 
 class SchedulerTide:
-    """TIDE in the scheduler.
+    """TIDE's part of the scheduler.
 
     Args:
-        scheduler: vLLM's `Scheduler`: its requests, its block pool.
+        scheduler: vLLM's `Scheduler`; gives requests and the block pool.
     """
 
     def __init__(self, longest: int, scheduler: Any, config: TideConfig) -> None:
@@ -87,19 +88,19 @@ class SchedulerTide:
         self._keep_out = not config.capture.salted
         self._staged = 0
         self._ordered = 0
-        self._fast = False  # what is staged changes the draft by little
+        self._fast = False  # the staged draft is a fast draft
         self._depth: int | None = None
         self._step_costs: Any = None
         self._stats: dict[str, Any] | None = None
         self._drafts: Any = None
-        self._memory: set[str] = set()  # requests whose verified drafts are no draft's
-        # With V2 that may be known some steps later: what waits for it, by step.
+        self._memory: set[str] = set()  # requests with verified drafts of the memory
+        # On V2 `_memory` arrives some steps later: counts that wait for it, by step.
         self._step: int | None = None
         self._waiting: dict[int, list[tuple[str, str, int, int, int]]] = {}
         self._malformed_caps = 0
         self._swap_seconds: list[float] = []
         self._counted: dict[Any, float] = {}
-        # Hash of each cached block by its id when the live draft was ordered.
+        # Hashes of cached blocks by id, as of the directive that installed the draft.
         self._old: dict[int, Any] = {}
         self._verified: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
@@ -128,14 +129,14 @@ class SchedulerTide:
         return directive or None
 
     def _cap(self, request: Any, params: Any) -> None:
-        """Let a new request have no more drafts than it asks for (`tide_k_max`)."""
+        """Limit the drafts of a new request to its `tide_k_max`."""
         if argument(params, "tide_k_max") is None or hasattr(request, "tide_k_max"):
             return
         request.tide_k_max = cap = length_cap(params, self._longest)
         if cap is None and not self._malformed_caps:
             logger.warning(
-                "vllm_tide: a request's vllm_xargs: tide_k_max is no length from 0 on: "
-                "it is ignored (said once)."
+                "vllm_tide: a request's vllm_xargs: tide_k_max is not an integer from "
+                "0 on: it is ignored (logged once)."
             )
         self._malformed_caps += cap is None
         if cap is not None:
@@ -143,7 +144,7 @@ class SchedulerTide:
             request.__class__, request.spec_token_ids = _capped(kind), []
 
     def _leave_old_kv(self) -> None:
-        """Remember the cached blocks that the draft before has written."""
+        """Store the cached blocks that the previous draft has written."""
         self._old = {
             block.block_id: block.block_hash
             for block in self._scheduler.kv_cache_manager.block_pool.blocks
@@ -151,7 +152,7 @@ class SchedulerTide:
         }
 
     def _prefix(self, new: Any, num_prompt_tokens: int) -> str:
-        """Cached share of a prompt, `_old` where an earlier draft wrote it."""
+        """Return the cached share of a prompt, with `_old` if of an earlier draft."""
         cached = new.num_computed_tokens
         if not cached:
             return "none"
@@ -161,7 +162,7 @@ class SchedulerTide:
         return share if old is None or old != first.block_hash else share + "_old"
 
     def verified(self, request: Any, drafts: int, accepted: int) -> None:
-        """Count what verification made of the draft's tokens of a request in a step."""
+        """Count the verified and accepted draft tokens of a request in a step."""
         if self._memory and request.request_id in self._memory:
             return
         prefix = getattr(request, "tide_prefix", "none")
@@ -179,25 +180,25 @@ class SchedulerTide:
         self._steps[length][accepted] += 1
 
     def _settle(self, step: int, memory: Sequence[str]) -> None:
-        """A step has landed: its drafts were the draft's but for these requests'."""
+        """Count a landed step; the drafts of `memory` requests are not the draft's."""
         for name, prefix, length, drafts, accepted in self._waiting.pop(step, ()):
             if name not in memory:
                 self._count(prefix, length, drafts, accepted)
 
     def draft_depth(self, most: int) -> int:
-        """Draft steps of the step that is being scheduled.
+        """Return the draft depth of the step that is being scheduled.
 
-        Model Runner V2's worker predicts them (`ControlV2.depth`); V1's decides for
-        itself when the step has come that far. A prediction replaces vLLM's table of
-        lengths, which may be there only for the graphs to capture (`arguments.py`).
+        The worker of Model Runner V2 predicts it (`ControlV2.depth`); V1 decides during
+        the step. The prediction replaces vLLM's table of lengths, which may exist only
+        to capture graphs (`arguments.py`).
         """
         return most if self._depth is None else min(self._depth, self._longest)
 
     def observe(self, report: dict[str, Any] | None) -> None:
-        """Take a worker's report (`ModelRunnerOutput.tide`).
+        """Process a worker's report (`ModelRunnerOutput.tide`).
 
-        A version that is still staged after it was ordered is ordered again: a rank
-        did not hold it yet.
+        A version that is still staged after its directive is sent again, because a rank
+        had not staged it yet.
         """
         self._drafts, self._memory = None, set()
         if report is None:
@@ -206,15 +207,15 @@ class SchedulerTide:
         self._memory = set(report.pop("memory", ()))
         self._step = report.pop("step", None)
         for step, memory in report.pop("settled", ()):
-            if step == self._step:  # on a CPU it has landed before it is counted
+            if step == self._step:  # on a CPU a step lands before it is counted
                 self._memory, self._step = set(memory), None
             else:
                 self._settle(step, memory)
-        if len(self._waiting) > _WAITING:  # a step that was lost never lands
+        if len(self._waiting) > _WAITING:  # a lost step never lands
             del self._waiting[min(self._waiting)]
         self._depth, self._step_costs = report.get("depth"), report.get("step_costs")
         if "staged" not in report:
-            return  # no numbers this time
+            return  # a report without metrics
         if report["staged"] == self._ordered:
             self._ordered = 0
         self._staged = report["staged"]
@@ -223,16 +224,17 @@ class SchedulerTide:
         self._stats = report
 
     def take_drafts(self) -> Any:
-        """Seam: vLLM's `DraftTokenIds` of the step observed last; None if not sent."""
+        """Return the last step's `DraftTokenIds` and clear them; None if not sent."""
         drafts, self._drafts = self._drafts, None
         return drafts
 
     def stats(self) -> dict[str, Any] | None:
-        """Numbers for the API server's metrics, once per report."""
+        """Return the values for the API server's metrics, once per report."""
         stats, self._stats = self._stats, None
         if stats is not None:
             stats = stats | {
-                "malformed_slo": stats.get("malformed_slo", 0) + self._malformed_caps,
+                "malformed_limits": self._malformed_caps
+                + stats.get("malformed_limits", 0),
                 "swap_seconds": self._swap_seconds,
                 "prefix_verified": dict(self._verified),
                 "prefix_accepted": dict(self._accepted),
@@ -251,7 +253,7 @@ class SchedulerTide:
 
 @cache
 def _capped(kind: Any) -> Any:
-    """Requests of vLLM's that keep `tide_k_max` drafts at most, whoever sets them."""
+    """Return a subclass of vLLM's request with at most `tide_k_max` drafts."""
 
     def cut(request: Any, drafts: list[int]) -> None:
         request.tide_drafts = drafts[: request.tide_k_max]

@@ -1,4 +1,4 @@
-"""Lines of TIDE in the server's log: below vLLM's logger, so as its own lines."""
+"""Log lines of TIDE in the server's log, through a child of vLLM's logger."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.capture.policy import ARGUMENTS
-from vllm_tide.config import TideConfig, trainer_wanted
+from vllm_tide.config import TideConfig, starts_trainer
 from vllm_tide.speculative import notes
 
 logger = logging.getLogger("vllm.tide")
 
 
-def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
-    """Logs what is captured, of whom, where it goes, how to end it, and what learns."""
-    capture, everybody = config.capture, config.capture.consent == "opt_out"
+def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
+    """Log what is captured and how to stop it, and the configuration of learning."""
+    capture, opt_out = config.capture, config.capture.consent == "opt_out"
     if not capture.enabled or capture.consent == "off":
         logger.info("vllm_tide: captures nothing (tide.capture).")
     else:
         logger.info(
-            "vllm_tide: captures tokens and hidden states of %g%% of the requests, of "
-            "every tenant, that %s%s, into memory shared with the trainer%s. "
-            "`vllm-tide capture off` ends it, tide_capture false spares a request.",
+            "vllm_tide: captures tokens and hidden states of %g%% of the requests of "
+            "all tenants %s%s, into memory shared with the trainer%s. `vllm-tide "
+            "capture off` stops it, tide_capture false excludes a request.",
             100 * capture.sample_rate,
-            "do not say tide_capture false" if everybody else "say tide_capture true",
-            "" if capture.salted else " and have no cache_salt",
+            "without tide_capture false" if opt_out else "with tide_capture true",
+            "" if capture.salted else " and without cache_salt",
             " and to tide.spool.url" if config.spool.url else "",
         )
     for note in notes(config, longest):
@@ -40,30 +40,30 @@ def say_start(config: TideConfig, run_dir: Path, longest: int) -> None:
         config.control.policy,
         longest,
         "" if config.swap.enabled else "; drafts are not swapped",
-        "" if trainer_wanted(config) else "; no trainer is started",
+        "" if starts_trainer(config) else "; no trainer is started",
     )
 
 
 _PERIOD_S = 10.0
-_FEWEST_STEPS = 20  # between two judgements of drafting
+_FEWEST_STEPS = 20  # per evaluation of whether drafting is off
 _OFF, _ON = 0.9, 0.5  # share of steps without drafts
 _WHY = {
     "no_gain": "no draft length is predicted to be faster (tide.control.min_gain)",
     "slo": "drafting is predicted to exceed a TPOT limit",
 }
-# Of dropped rows and malformed limits: what a request got wrong.
+# Errors in requests, by reason of dropped rows and of malformed limits.
 _ARGUMENTS = {
-    "unknown_key": f"a tide_ key is none of {', '.join(ARGUMENTS)}: such "
+    "unknown_key": f"a tide_ key is not one of {', '.join(ARGUMENTS)}: such "
     "requests are not captured",
     "malformed_opt_out": "tide_capture is neither true nor false: such requests are "
     "not captured",
-    "malformed_tenant": "tide_tenant is no name: such requests are not captured",
-    "malformed_slo": "tide_slo_tpot_ms is no positive number: it is ignored",
+    "malformed_tenant": "tide_tenant is invalid: such requests are not captured",
+    "malformed_limits": "tide_slo_tpot_ms is not a positive number: it is ignored",
 }
 
 
 class ServerLog:
-    """Lines for what changes while a worker serves; each change is one line."""
+    """Log of changes while a worker serves, one line per change."""
 
     def __init__(self) -> None:
         self._collecting = True
@@ -73,22 +73,22 @@ class ServerLog:
         self._noted: set[str] = set()
 
     def collect(self, collecting: bool) -> None:
-        """The trainer asks for rows, or for none."""
+        """Log whether the trainer requests rows, if that has changed."""
         if collecting != self._collecting:
             self._collecting = collecting
             logger.info(
-                "vllm_tide: the trainer asks for %s.",
-                "rows again" if collecting else "no rows: paused, by an order or not",
+                "vllm_tide: the trainer requests %s.",
+                "rows again" if collecting else "no rows: it is paused",
             )
 
     def report(self, report: Mapping[str, Any], now: float) -> None:
-        """Log what a report shows of drafting and of requests."""
-        malformed = {"malformed_slo": report.get("malformed_slo", 0)}
+        """Log changes in a report: errors in requests, drafting on or off."""
+        malformed = {"malformed_limits": report.get("malformed_limits", 0)}
         for reason, count in {**report.get("dropped", {}), **malformed}.items():
             if count and reason in _ARGUMENTS and reason not in self._noted:
                 self._noted.add(reason)
                 logger.warning(
-                    "vllm_tide: a request's vllm_xargs: %s (%s; said once).",
+                    "vllm_tide: a request's vllm_xargs: %s (%s; logged once).",
                     _ARGUMENTS[reason],
                     reason,
                 )
@@ -96,7 +96,7 @@ class ServerLog:
             self._drafting(report["steps"], report["steps_without_drafts"], now)
 
     def _drafting(self, steps: int, without: Mapping[str, int], now: float) -> None:
-        if steps < self._steps:  # control began anew
+        if steps < self._steps:  # control was restarted
             self._steps, self._off = 0, Counter()
         grown = steps - self._steps
         if grown < _FEWEST_STEPS:
@@ -128,16 +128,16 @@ _MOST_BYTES = 1 << 20
 
 
 class TrainerLog:
-    """Repeats a trainer's decisions in the server's log; its own log is a file.
+    """Copy of the trainer's events in the server's log; the trainer logs to a file.
 
-    Only its events, which are numbers and fixed words: never a request's content.
+    Events consist of numbers and fixed words, without content of requests.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._next = path, 0, 0.0
 
-    def look(self, now: float) -> None:
-        """Read what is new; of its training cycles log one in ten seconds."""
+    def repeat_new(self, now: float) -> None:
+        """Log new events; at most one training cycle per ten seconds."""
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._at:

@@ -1,10 +1,10 @@
 """The newest verified draft, ready to be installed.
 
-A thread of the worker watches the weights segment: copying out, hashing and checking
-(names, shapes, types, finiteness, norms) take place here, never on the thread that runs
-the model. On a GPU the thread uploads the draft piece by piece, through a little
-page-locked memory and on a stream of its own; installing is then copies within the
-device. That buffer is there from the start: after the KV cache there may be none left.
+A thread of the worker watches the weights segment. It copies, hashes and checks drafts
+(names, shapes, types, finiteness, norms), so the model's thread does not. On a GPU the
+thread uploads the draft piece by piece, through a small page-locked buffer and on a
+separate stream; installation then copies within the device. The device buffer is
+allocated at start, because the KV cache may take all remaining memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _POLL_SECONDS = 5e-4
 
 
 class DeviceBuffer:
-    """Tensors of a draft's shapes on a CUDA or ROCm device.
+    """Tensors with the shapes of a draft on a CUDA or ROCm device.
 
     Args:
-        reference: The served draft's checkpoint; gives names and shapes.
-        shared: Names that are the target's and never published.
-        dtype: What the draft computes in; floating-point tensors are kept in it.
+        reference: Checkpoint of the served draft; gives names and shapes.
+        shared: Names of the target's tensors, which are not published.
+        dtype: Data type of the draft's computation, and of floating-point tensors here.
     """
 
     def __init__(
@@ -66,38 +66,38 @@ class DeviceBuffer:
             self._copied, self._installed = torch.cuda.Event(), torch.cuda.Event()
 
     def upload(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy a draft in; returns when all of it is there.
+        """Copy a draft to the device; return when the copy is complete.
 
-        Only for the thread that stages: it sleeps, and nothing else waits.
+        Blocks; only for the staging thread.
 
         Args:
-            tensors: On the host, of the reference's names and shapes.
+            tensors: On the host, with the reference's names and shapes.
 
         Returns:
-            The tensors on the device, good until the next call.
+            The tensors on the device, valid until the next call.
         """
-        # What is there may still be on its way into the model.
+        # The last draft may still be being copied into the model.
         self._stream.wait_event(self._installed)
         with torch.cuda.stream(self._stream):
             for name, tensor in tensors.items():
-                self._bring_one(tensor.reshape(-1), self._tensors[name].view(-1))
+                self._upload_one(tensor.reshape(-1), self._tensors[name].view(-1))
         return {name: self._tensors[name] for name in tensors}
 
     def installed(self) -> None:
-        """The copies into the model were enqueued on the current stream."""
+        """Record that the copies into the model are on the current stream."""
         self._installed.record()
 
     def close(self) -> None:
-        """Let the host memory go; nothing is brought any more."""
+        """Release the host memory; no upload may follow."""
         self._stream.synchronize()
         self._pinned.close()
 
-    def _bring_one(self, source: torch.Tensor, room: torch.Tensor) -> None:
-        piece = self._pinned.bytes.view(room.dtype)
-        for start in range(0, len(room), len(piece)):
-            count = min(len(piece), len(room) - start)
+    def _upload_one(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        piece = self._pinned.bytes.view(target.dtype)
+        for start in range(0, len(target), len(piece)):
+            count = min(len(piece), len(target) - start)
             piece[:count].copy_(source[start : start + count])
-            room[start : start + count].copy_(piece[:count], non_blocking=True)
+            target[start : start + count].copy_(piece[:count], non_blocking=True)
             self._copied.record()
             while not self._copied.query():
                 time.sleep(_POLL_SECONDS)
@@ -112,7 +112,7 @@ _TYPES = {
 
 
 class DraftRefused(ValueError):
-    """A publication is not installed.
+    """A publication cannot be installed.
 
     Attributes:
         reason: Short label for the counter (`shape`, `dtype`, `names`, ...).
@@ -124,14 +124,14 @@ class DraftRefused(ValueError):
 
 
 class DraftContract:
-    """Shape of every publication: that of the draft the server started with.
+    """Names, shapes and bounds that every published draft must have.
 
     Args:
-        reference: Tensors of the served checkpoint, by their names in it.
-        max_norm_ratio: Largest growth of a tensor's norm, however many drafts make it.
-        shared: Names of tensors the draft shares with the target; they may not be
-            published, because loading them would write into the target.
-        vocab_size: The target's; None leaves `d2t` unchecked.
+        reference: Tensors of the checkpoint that the server started with, by name.
+        max_norm_ratio: Largest norm of a tensor relative to the checkpoint's.
+        shared: Names of tensors that the draft shares with the target. They may not be
+            published, because loading them would change the target.
+        vocab_size: Vocabulary of the target; None leaves `d2t` unchecked.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class DraftContract:
         self._shared = shared
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what cannot be served.
+        """Check the tensors of a publication.
 
         Raises:
-            DraftRefused: With one sentence naming the tensor.
+            DraftRefused: One sentence with the name of the tensor.
         """
         extra = sorted(set(tensors) - set(self._shapes))
         if extra and extra[0] in self._shared:
@@ -208,7 +208,7 @@ class DraftContract:
 
 
 def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Euclidean norm of every floating-point tensor, in fp32."""
+    """Return the Euclidean norm of every floating-point tensor, in fp32."""
     return {
         name: torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
         for name, tensor in tensors.items()
@@ -217,10 +217,10 @@ def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 POLL_SECONDS = 0.05
-LOOK_SECONDS = 0.5
-"""Between two publications that are read, at least: 120 a minute."""
+READ_INTERVAL_S = 0.5
+"""Smallest interval between two reads of publications (s)."""
 SWAP_SHARE = 0.05
-"""Of the time, at most, swaps hold serving up: 3 s of a minute."""
+"""Largest share of time in which swaps block serving: 3 s of a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +228,8 @@ class StagedDraft:
     """A verified draft in private memory, ready to be installed.
 
     Attributes:
-        on_device: Where it is installed from, if the model runs elsewhere.
-        stands_on: Version of the base that a fast draft changes; None: it is a base.
+        on_device: The tensors on the model's device, if that is not the CPU.
+        stands_on: Version of a fast draft's base; None: not a fast draft.
     """
 
     version: int
@@ -240,10 +240,10 @@ class StagedDraft:
 
 
 def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
-    """Tensors over the publication's own bytes (no copy).
+    """Return tensors that are views of the publication's bytes.
 
     Raises:
-        DraftRefused: A type is none of `_TYPES`.
+        DraftRefused: A type is not one of `_TYPES`.
     """
     tensors = {}
     for name, item in publication.tensors.items():
@@ -256,23 +256,21 @@ def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
 
 
 class Stager:
-    """The thread and what it knows.
+    """Background thread that verifies and stages new drafts.
 
     Args:
-        cpus: Cores this thread may use; it must stay off the model's cores.
-        room: Where drafts wait on the device; None on a CPU.
+        cpus: Cores of this thread; they should not be the model's cores.
+        buffer: Buffer for staged drafts on the device; None on a CPU.
         base: See `Attributes`.
-        probe: Raises `DraftRefused` for tensors that the contract allows and that
-            cannot be served all the same.
+        probe: Further check of tensors that pass the contract; raises `DraftRefused`.
 
     Attributes:
-        base: What changes of low rank are made whole with: the draft installed last
-            that was not a fast one. None, or another than the one they were made from:
-            they are refused.
-        serving: A real step has run. Before it graphs are captured, and a copy or a
-            query of another thread ends a capture: nothing is staged on a device.
-        beat: Called at every look, so that an engine without requests, which makes no
-            steps, still shows that it lives; None for nothing.
+        base: The last installed draft that was not a fast draft. Low-rank changes are
+            applied to it; changes of another base are refused.
+        serving: Whether a real step has run. Before that nothing is staged on a device,
+            because a copy or query from another thread aborts a graph capture.
+        beat: Called at every poll, so that an engine without requests still sends
+            heartbeats; None for nothing.
     """
 
     def __init__(
@@ -280,12 +278,12 @@ class Stager:
         segment: WeightsSegment,
         contract: DraftContract,
         cpus: set[int] | None = None,
-        room: DeviceBuffer | None = None,
+        buffer: DeviceBuffer | None = None,
         base: Base | None = None,
         probe: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
-        self._room, self.base, self._probe = room, base, probe
-        self._next_look = 0.0
+        self._buffer, self.base, self._probe = buffer, base, probe
+        self._next_read = 0.0
         self._segment = segment
         self._contract = contract
         self._cpus = cpus
@@ -306,14 +304,14 @@ class Stager:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; waits for the check under way."""
+        """Stop the thread; wait for the current check."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     @property
     def staged_version(self) -> int:
-        """Version that can be installed now, or 0."""
+        """Version of the staged draft, or 0."""
         staged = self._staged
         return 0 if staged is None else staged.version
 
@@ -323,17 +321,17 @@ class Stager:
         return staged is not None and staged.stands_on is not None
 
     def take(self, version: int) -> StagedDraft | None:
-        """The staged draft if it is exactly `version`."""
+        """Return the staged draft if it is exactly `version`."""
         staged = self._staged
         return staged if staged is not None and staged.version == version else None
 
     def done(self, staged: StagedDraft, seconds: float = 0.0) -> None:
-        """`staged` was installed (or failed): forget it unless a newer one came.
+        """Drop `staged` after its installation or failure, unless a newer one exists.
 
         Args:
-            seconds: What it held serving up.
+            seconds: Time for which the installation blocked serving.
         """
-        self._next_look = time.monotonic() + max(LOOK_SECONDS, seconds / SWAP_SHARE)
+        self._next_read = time.monotonic() + max(READ_INTERVAL_S, seconds / SWAP_SHARE)
         with self._lock:
             if self._staged is staged:
                 self._staged = None
@@ -346,24 +344,24 @@ class Stager:
         logger.warning("vllm_tide: draft version %d refused: %s", version, sentence)
 
     def poll(self, now: float) -> None:
-        """Look if it is time: a writer in a hurry gets its newest draft served.
+        """Check for a new draft, unless `READ_INTERVAL_S` has not passed.
 
         Args:
-            now: Monotonic (s).
+            now: Monotonic time (s).
         """
-        if now >= self._next_look:
+        if now >= self._next_read:
             self.check_now()
 
     def check_now(self) -> None:
-        """Look once; called by the thread, and by tests."""
-        if self._room is not None and (self._staged is not None or not self.serving):
-            return  # the room holds one draft until it is installed
+        """Check for a new draft; called by the thread, and by tests."""
+        if self._buffer is not None and (self._staged is not None or not self.serving):
+            return  # the buffer holds one draft until it is installed
         version = self._segment.latest_version()
         if version == self._seen or version == 0:
             return
-        # One look per version: a corrupt one is not hashed again and again.
+        # One attempt per version, so that a corrupt one is hashed only once.
         self._seen = version
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._next_read = time.monotonic() + READ_INTERVAL_S
         try:
             publication = self._segment.read()
             tensors = self._whole(publication)
@@ -376,7 +374,7 @@ class Stager:
             self.refuse(version, refusal.reason, str(refusal))
             return
         self._seen = publication.version
-        on_device = None if self._room is None else self._room.upload(tensors)
+        on_device = None if self._buffer is None else self._buffer.upload(tensors)
         with self._lock:
             self._staged = StagedDraft(
                 publication.version,
@@ -387,13 +385,13 @@ class Stager:
             )
 
     def _whole(self, publication: Publication) -> dict[str, torch.Tensor]:
-        """All tensors of a publication, also of one that is a change."""
+        """Return all tensors of a publication; apply a low-rank change to its base."""
         tensors, change = tensors_of(publication), publication.meta.get("delta")
         if change is None:
             return tensors
         base = self.base
         if base is None or change["base"] != base.fingerprint:
-            raise DraftRefused("base", "it changes a draft that is not served here.")
+            raise DraftRefused("base", "it is a change of a draft that is not served.")
         try:
             return apply(base.tensors, tensors)
         except DraftError as error:
@@ -402,10 +400,10 @@ class Stager:
     def _watch(self) -> None:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
-        if self._room is not None:
-            # A thread begins on device 0; leaving a stream of another one would make a
-            # context there.
-            torch.cuda.set_device(self._room.device)
+        if self._buffer is not None:
+            # A thread starts on device 0; exiting a stream of another device would
+            # create a context there.
+            torch.cuda.set_device(self._buffer.device)
         while not self._stop.wait(POLL_SECONDS):
             try:
                 if self.beat is not None:

@@ -1,9 +1,8 @@
-"""One step's rows on their way from the device to the ring: fixed buffers.
+"""Fixed buffers for a step's rows between the model and the ring.
 
-A captured graph hands out views of buffers that its next replay overwrites, so the rows
-are packed on the model's stream and leave from there. On a CPU the host is the device
-and packing is all there is (`HostStage`); elsewhere see `device_stage.py`. Nothing is
-allocated in a step.
+The outputs of a captured graph are overwritten by its next replay, so rows are packed
+on the model's stream. On a CPU that is all (`HostStage`). Otherwise they are then
+copied to the host (`device_stage.py`). A step allocates nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable, hipHostRegisterPortable
 
 @dataclass(frozen=True)
 class RunLayout:
-    """Sizes and offsets of one run, the same on device and host: one copy moves a step.
+    """Sizes and offsets of one run, equal on device and host, so one copy moves a step.
 
         features | hidden | top-k ids | log-probs | tail
 
     Args:
-        num_logits: Rows of its logits; 0 without a top-k teacher.
+        num_logits: Rows of logits; 0 without a top-k teacher.
     """
 
     num_rows: int
@@ -59,12 +58,12 @@ class RunLayout:
         return self._ends()[-1]
 
     def of(self, rows: np.ndarray, topk: TopRows | None) -> RunLayout:
-        """The same for another step; the arguments are those of `HostStage.fill`."""
+        """Return the layout of another step; arguments as for `HostStage.fill`."""
         logits = 0 if topk is None else len(topk[0])
         return replace(self, num_rows=len(rows), num_logits=logits)
 
     def features(self, run: Tensor) -> Tensor:
-        """Its features, [num_rows, num_aux * H].
+        """Return the features of a run, [num_rows, num_aux * H].
 
         Args:
             run: uint8 [num_bytes], 16-byte aligned.
@@ -73,13 +72,13 @@ class RunLayout:
         return self._view(run, 0, self.dtype, width)
 
     def hidden_states(self, run: Tensor) -> Tensor | None:
-        """Its hidden states, [num_rows, H], or None."""
+        """Return the hidden states of a run, [num_rows, H], or None."""
         if not self.hidden:
             return None
         return self._view(run, self._ends()[0], self.dtype, self.hidden_size)
 
     def top(self, run: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Ids int32 [num_logits, k], log-probabilities and tail float32; or None."""
+        """Return ids int32 [num_logits, k], log-probs and tail float32; or None."""
         if not self.num_logits:
             return None
         _, ids, logprobs, tail, _ = self._ends()
@@ -98,10 +97,10 @@ class RunLayout:
         rows: Tensor,
         topk: TopRows | None,
     ) -> None:
-        """Copy rows of a step into a run; the arguments are those of `HostStage.fill`.
+        """Copy rows of a step into a run; arguments as for `HostStage.fill`.
 
         Args:
-            aux: Empty where the features are there already.
+            aux: Empty if the run already contains the features.
         """
         width, features = self.hidden_size, self.features(run)
         for i, part in enumerate(aux):
@@ -122,7 +121,7 @@ class RunLayout:
         return run[start:end].view(dtype).view(self.num_rows, width)
 
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """End of the features, of hidden states, of ids, log-probabilities, tail."""
+        """Return the ends of features, hidden states, ids, log-probabilities, tail."""
         row = self.hidden_size * self.dtype.itemsize
         ends = [_up(self.num_rows * self.num_aux * row)]
         top = 4 * self.num_logits * self.topk
@@ -136,10 +135,11 @@ def _up(size: int) -> int:
 
 
 class StagedRows:
-    """The rows of one step; on a device they may be on their way to the host.
+    """Rows of one step; on a device their copy to the host may be pending.
 
     Attributes:
-        layout: None once they are released on a device; so is `host`, their run.
+        layout: None after the release on a device.
+        host: The run in host memory; None after the release on a device.
     """
 
     layout: RunLayout | None = None
@@ -148,40 +148,40 @@ class StagedRows:
     @property
     def features(self) -> np.ndarray:
         """[rows, num_aux * H] in the wire's type, once filled."""
-        layout, host = self._held()
+        layout, host = self._run_on_host()
         return wire_view(layout.features(host))
 
     @property
     def hidden(self) -> np.ndarray | None:
         """[rows, H] in the wire's type, or None."""
-        layout, host = self._held()
+        layout, host = self._run_on_host()
         hidden = layout.hidden_states(host)
         return None if hidden is None else wire_view(hidden)
 
     @property
     def topk(self) -> TopK | None:
         """Ids, log-probabilities and tail of the step's logits, or None."""
-        layout, host = self._held()
+        layout, host = self._run_on_host()
         top = layout.top(host)
         return top and (top[0].numpy(), top[1].numpy(), top[2].numpy())
 
     def filled(self) -> bool:
-        """True if the rows have arrived; never waits."""
+        """Return whether the rows are on the host; does not block."""
         return True
 
     def release(self) -> None:
-        """Nobody reads the rows any more."""
+        """Release the rows after the last read."""
 
-    def _held(self) -> tuple[RunLayout, Tensor]:
+    def _run_on_host(self) -> tuple[RunLayout, Tensor]:
         if self.layout is None or self.host is None:
-            raise RuntimeError("rows were read after they were released")
+            raise RuntimeError("rows are read after their release")
         return self.layout, self.host
 
 
 class HostRows(StagedRows):
-    """The rows of one step on a CPU.
+    """Rows of one step on a CPU.
 
-    Its views are made once: each costs as much as the copy of a short step.
+    Views are created once, because each costs as much as the copy of a short step.
     """
 
     def __init__(self, layout: RunLayout, stage: HostStage) -> None:
@@ -202,7 +202,7 @@ class HostRows(StagedRows):
         rows: np.ndarray,
         topk: TopRows | None = None,
     ) -> None:
-        """Copy rows of a step; the arguments are those of `HostStage.fill`."""
+        """Copy rows of a step; arguments as for `HostStage.fill`."""
         n = self._filled = len(rows)
         self._topk = topk
         first, last = int(rows[0]), int(rows[-1])
@@ -248,12 +248,12 @@ class HostStage:
 
         Args:
             aux: num_aux tensors [>= rows of the step, H], lowest layer first.
-            rows: int32 [n], which.
+            rows: int32 [n], row numbers.
             topk: Ids int32 [m, k], log-probabilities [m, k], tail [m] of all logits; or
                 None.
 
         Returns:
-            The rows, or None if there is no room: then nothing was done.
+            The rows, or None, without an effect, if no buffer is free.
         """
         if not self._free:
             return None
@@ -261,78 +261,78 @@ class HostStage:
         return self._free.pop()
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what packing needs, before anything is served: nothing here."""
+        """Do nothing; a `DeviceStage` compiles its kernel here."""
 
     def give_back(self, rows: HostRows) -> None:
-        """A step's memory is free again. Idempotent."""
+        """Release a step's memory. Idempotent."""
         if rows not in self._free:
             self._free.append(rows)
 
     def close(self) -> None:
-        """Let go what is not garbage-collected; nothing is filled after."""
+        """Do nothing; a `DeviceStage` releases its host memory here."""
 
 
 def make_stage(
-    device: torch.device, max_steps: int, layout: RunLayout, room: int
+    device: torch.device, max_steps: int, layout: RunLayout, ring_bytes: int
 ) -> RowStage:
-    """The stage for a device; `room` is that of the ring (bytes)."""
+    """Create the stage for a device; `ring_bytes` is the capacity of the ring."""
     if device.type == "cpu":
         return HostStage(max_steps, layout)
     from vllm_tide.engine.device_stage import DeviceStage
 
-    return DeviceStage(max_steps, layout, device, room)
+    return DeviceStage(max_steps, layout, device, ring_bytes)
 
 
 class PinnedBytes:
-    """Page-locked memory, which a GPU copies into and out of by itself.
+    """Page-locked memory for asynchronous copies of a GPU.
 
-    These are pages of our own that are registered: Torch's pinned allocator rounds up
-    to a power of two and never gives back. `torch.cuda.cudart` has the same names on
-    ROCm, where they are HIP's.
+    Mapped pages are registered with the runtime, because Torch's pinned allocator uses
+    sizes of powers of two and never frees. `torch.cuda.cudart` has the same names on
+    ROCm, where they call HIP.
 
     Attributes:
-        bytes: uint8 [num_bytes], starting at a page; not to be used after `close`.
+        bytes: uint8 [num_bytes], page-aligned; invalid after `close`.
 
     Raises:
-        RuntimeError: The machine locks no more pages.
+        RuntimeError: The system cannot lock more pages.
     """
 
     def __init__(self, num_bytes: int) -> None:
         pages = mmap.mmap(-1, max(num_bytes, 1))
-        held = torch.frombuffer(pages, dtype=torch.uint8)
-        runtime, address = torch.cuda.cudart(), held.data_ptr()
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
         try:
-            refused = int(runtime.cudaHostRegister(address, len(held), _PORTABLE))
-        except AttributeError:  # a build of torch whose runtime does not offer it
-            refused = -1
+            error = int(runtime.cudaHostRegister(address, len(memory), _PORTABLE))
+        except AttributeError:  # not in this build of Torch
+            error = -1
         self._undo = None
-        if not refused:
-            self.bytes = held[:num_bytes]
+        if not error:
+            self.bytes = memory[:num_bytes]
             self._undo = weakref.finalize(self, runtime.cudaHostUnregister, address)
             return
         logger.info(
-            "vllm_tide: %.0f MiB are not registered with the GPU's runtime (error %d): "
-            "Torch's pinned memory is used",
-            len(held) / 2**20,
-            refused,
+            "vllm_tide: %.0f MiB cannot be registered with the GPU's runtime (error "
+            "%d): using Torch's pinned memory",
+            len(memory) / 2**20,
+            error,
         )
-        # The runtime shows an error once more, to who launches a kernel next.
+        # Clear the error, which the runtime reports again at the next kernel launch.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def close(self) -> None:
-        """Let the pages go; no copy may be under way. Idempotent."""
+        """Unregister the pages; no copy may be pending. Idempotent."""
         if self._undo is not None:
             self._undo()
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A run that was handed out.
+    """An allocated run of bytes.
 
     Attributes:
-        free: Whether it was given back; it is reused once all before it were.
+        free: Whether it was released; it is reused after all earlier runs.
     """
 
     start: int
@@ -341,10 +341,10 @@ class Run:
 
 
 class RunRing:
-    """Runs of bytes in one fixed piece of memory, handed out in a circle.
+    """Circular allocator of runs of bytes in fixed memory.
 
-    A step takes one run for all its rows, so the memory holds many short steps or few
-    long ones. The memory may be a device's, its mirror on the host, or both.
+    A step takes one run for all its rows, so the memory fits many short steps or few
+    long ones. The offsets are valid for device memory and for its mirror on the host.
     """
 
     def __init__(self, num_bytes: int, align: int = 256) -> None:
@@ -353,9 +353,9 @@ class RunRing:
         self._out: deque[Run] = deque()
 
     def take(self, num_bytes: int) -> Run | None:
-        """A run of `num_bytes`, in one piece; None if there is no such room now."""
+        """Allocate a contiguous run of `num_bytes`; None if there is no space."""
         size = -(-num_bytes // self._align) * self._align
-        start = self._room(size)
+        start = self._free_start(size)
         if start is None:
             return None
         run = Run(start, start + size)
@@ -363,16 +363,16 @@ class RunRing:
         return run
 
     def give_back(self, run: Run) -> None:
-        """The run's bytes are nobody's any more. Idempotent."""
+        """Release a run. Idempotent."""
         run.free = True
         while self._out and self._out[0].free:
             self._out.popleft()
 
-    def _room(self, size: int) -> int | None:
+    def _free_start(self, size: int) -> int | None:
         if not self._out:
             return 0 if size <= self.num_bytes else None
         tail, head = self._out[0].start, self._out[-1].end
-        if self._out[-1].start < tail:  # it has come round
+        if self._out[-1].start < tail:  # wrapped around
             return head if size <= tail - head else None
         if size <= self.num_bytes - head:
             return head
@@ -382,11 +382,11 @@ class RunRing:
 def top_k_teacher(
     logits: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The target's most likely tokens, and one bucket for the rest.
+    """Return the target's most likely tokens, and one bucket for all others.
 
     Args:
         logits: [n, V], raw.
-        most: k; at most V of it is used.
+        most: k, limited to V.
 
     Returns:
         Ids int32 [n, k], log-probabilities float32 [n, k], log-probability of all
@@ -400,9 +400,9 @@ def top_k_teacher(
 
 
 def wire_view(tensor: torch.Tensor) -> np.ndarray:
-    """NumPy view of a CPU tensor as it goes over the wire.
+    """Return a NumPy view of a CPU tensor in the record's format.
 
-    bfloat16 has no NumPy type, so it is seen as its bits (uint16).
+    bfloat16 has no NumPy type; the view contains its bits (uint16).
     """
     if tensor.dtype == torch.bfloat16:
         bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)

@@ -1,14 +1,14 @@
-"""Decisions of a step of Model Runner V2, copied to the host without waiting for it.
+"""Asynchronous copies of a step's results to the host on Model Runner V2.
 
-On V2 tokens, verdicts and confidences live on the device, and the host runs ahead of
-it. A step's numbers are copied to pinned memory behind the step itself; they are read
-once they have landed, a step or two later, in the order of the steps. Nothing here ever
-waits: a step that finds no free buffer is left out and counted. (Model Runner V1 fills
-a `Step` when it ends, see `worker_v1.py`.)
+On V2 tokens, acceptances and confidences are on the device, and the host runs ahead of
+it. A step's numbers are copied to pinned memory after the step, and read once they have
+landed, a step or two later, in the order of the steps. Nothing blocks: a step without a
+free buffer is skipped and counted. (Model Runner V1 fills a `Step` at its end, see
+`worker_v1.py`.)
 
-The small arrays are packed on the model's stream, before the next step overwrites what
-they are read from, and copied together. The rows come on a stream of their own
-(`device_stage.py`), and may take longer.
+The small arrays are packed on the model's stream, before the next step overwrites their
+sources, and copied together. Rows are copied on another stream (`device_stage.py`) and
+may land later.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from vllm_tide.capture.step import Step
 from vllm_tide.kernels.gather_step import gather_step
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 
-# Steps under way: two that the scheduler queues, one whose rows are being written.
+# Steps in flight: two queued by the scheduler, one with rows being written.
 BUFFERS = 3
-# On a device also those whose rows are still being copied beside the next steps.
+# On a device also those with rows still being copied.
 DEVICE_BUFFERS = 6
 
 
 def cut_on_device(batch: Any) -> bool:
-    """Whether adaptive verification cut the drafts of a batch where no host sees it.
+    """Return whether adaptive verification cut the drafts of a batch on the device.
 
-    The host's arrays of vLLM's `InputBatch` then have the right sums only.
+    Then the host arrays of vLLM's `InputBatch` are correct in sum only.
     """
     return batch.max_query_len is not None
 
 
 class StepBuffer:
-    """Host memory for one step, and the event that says it is filled."""
+    """Host memory for one step, and the event after its copies."""
 
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
     ) -> None:
         self._on_host = device.type == "cpu"
-        # What `gather_step` packs, of a step of the largest size.
+        # Output size of `gather_step` for a step of the largest size.
         most = max_reqs * (2 * depth + 6) + 2 + max_rows
         pinned = {"pin_memory": not self._on_host}
         self._host = torch.empty(most, dtype=torch.int32, **pinned)
@@ -95,33 +95,33 @@ class StepBuffer:
             self._host[:size].copy_(self._device[:size], non_blocking=True)
 
     def seal(self) -> None:
-        """Everything that belongs to the step was enqueued on the current stream."""
+        """Record the event after all copies of the step on the current stream."""
         if self._event is not None:
             self._event.record()
 
     def filled(self) -> bool:
-        """True if the copies have landed; never waits."""
+        """Return whether the copies are complete; does not block."""
         return self._event is None or bool(self._event.query())
 
     def arrays(self) -> list[np.ndarray]:
-        """The parts that `fill` was given, int32 but for the confidence."""
-        host, at, found = self._host.numpy(), 0, []
+        """Return the arrays passed to `fill`, int32 except for the confidence."""
+        host, at, arrays = self._host.numpy(), 0, []
         for shape in self._shapes:
-            found.append(host[at : at + shape.numel()].reshape(shape))
+            arrays.append(host[at : at + shape.numel()].reshape(shape))
             at += shape.numel()
-        found[4] = found[4].view(np.float32)
-        return found
+        arrays[4] = arrays[4].view(np.float32)
+        return arrays
 
 
 class ConfidenceTable:
-    """Table of confidences (the highest probability of a row), filled per draft step.
+    """Table of confidences (highest probability of a row), filled per draft step.
 
-    It is filled in every draft pass, mostly inside its captured graph, of which a
-    softmax would hold two float32 tables of the whole vocabulary for good. On a device
-    the kernel of the top-k teacher lists one token instead, in memory made once.
+    Filled in every draft pass, mostly inside its captured graph. A softmax there would
+    keep two float32 tables of the whole vocabulary allocated. Therefore a device uses
+    the kernel of the top-k teacher for one token, with preallocated memory.
 
     Args:
-        vocab: Entries of a row; rows of another length allocate.
+        vocab: Entries of a row; rows of another length cause allocations.
 
     Attributes:
         table: float32 [max_reqs, depth], on the device.
@@ -137,11 +137,11 @@ class ConfidenceTable:
             self._workspace = TopKWorkspace(max_reqs, vocab, 1, device)
 
     def keep(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
-        """Take the logits of a draft step; waits for nothing.
+        """Store the confidences of a draft step; does not block.
 
         Args:
             logits: [n, vocab], n at most `max_reqs`.
-            draft_step: int64 [], which step; on the device, as graphs are replayed.
+            draft_step: int64 [], number of the step, on the device for graph replay.
         """
         confidence = self._highest(logits)
         where = draft_step.expand(len(confidence), 1)
@@ -156,7 +156,7 @@ class ConfidenceTable:
 
 
 class StepLog:
-    """Steps under way, in order."""
+    """Steps in flight, in order."""
 
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
@@ -172,17 +172,17 @@ class StepLog:
         self.lost = 0
 
     def open(self, batch: Any, prompt_len: np.ndarray, version: int) -> Step | None:
-        """The target ran, the draft is next: note the step.
+        """Append a step, after the target's forward and before the draft's.
 
         Args:
             batch: vLLM's `InputBatch` (V2).
             prompt_len: int32, prompt length by request slot.
 
         Returns:
-            The step, which `fill` completes, or None if no buffer was free.
+            The step, which `fill` completes; None if no buffer is free.
         """
         if self._steps and not self._steps[-1].whole:
-            self._lose(self._steps[-1])  # a fault kept it from being filled
+            self._lose(self._steps[-1])  # not filled because of a fault
         if not self._free:
             self.lost += 1
             self._gap = True
@@ -196,7 +196,7 @@ class StepLog:
                 req_ids=batch.req_ids,
                 bounds=batch.query_start_loc_np[: n + 1],
                 drafts=drafts,
-                # Drafts are made only after the last row of a prefill.
+                # Drafts of a request in its prefill are placeholders.
                 padding=np.where(batch.is_prefilling_np, drafts, 0),
                 logit_ends=batch.cu_num_logits_np[1:],
                 num_prompt_tokens=prompt_len[batch.idx_mapping_np],
@@ -214,11 +214,11 @@ class StepLog:
         return step
 
     def skip(self) -> None:
-        """A step is not recorded: what it drafted is not known."""
+        """Mark a gap: the drafts of a step that is not recorded are unknown."""
         self._gap = True
 
     def fill(self, step: Step, *numbers: Any) -> None:
-        """The step was enqueued whole: enqueue the copies of its numbers."""
+        """Enqueue the copies of a step's numbers, after all of the step."""
         try:
             step.buffer.fill(*numbers)
             step.buffer.seal()
@@ -228,15 +228,15 @@ class StepLog:
         step.whole = True
 
     def _lose(self, step: Step) -> None:
-        """Nobody learns of it; its rows may be on their way, so it waits its turn."""
+        """Mark a step as lost; it stays in the log while its rows may be in flight."""
         step.whole = step.seen = self._gap = True
         step.full = None
 
     def begin(self, ended: Sequence[str]) -> bool:
-        """The next step begins.
+        """Add ended requests to the newest step in flight, as the next one begins.
 
         Returns:
-            Whether a step under way took note of them; else nothing is under way.
+            Whether there is a step in flight.
         """
         if not self._steps:
             return False
@@ -245,7 +245,7 @@ class StepLog:
         return True
 
     def landed(self) -> Iterator[Step]:
-        """Steps whose numbers have landed since the last call, in order."""
+        """Yield the steps that have landed since the last call, in order."""
         for step in self._steps:
             if step.seen:
                 continue
@@ -256,10 +256,10 @@ class StepLog:
             yield step
 
     def done(self, wait_for_next: bool) -> Iterator[Step]:
-        """Landed steps that nobody else will look at; their buffers are free after.
+        """Yield and remove landed steps; their buffers are free afterwards.
 
         Args:
-            wait_for_next: Only those after which another step has begun.
+            wait_for_next: Only steps that are followed by another one.
         """
         while self._steps and self._steps[0].seen:
             step = self._steps[0]

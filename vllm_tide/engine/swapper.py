@@ -1,6 +1,6 @@
-"""One worker's side of a swap: stage, install at the ordered step, go back on failure.
+"""Swaps in one worker: stage, install at the given step, restore after a failure.
 
-Owned by `worker.py`; `install_ordered` runs on the model's thread between two steps.
+Used by `worker.py`; `install_ordered` runs on the model's thread between two steps.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from vllm_tide.transport.weights import WeightsSegment
 logger = logging.getLogger("vllm.tide")
 
 MAX_NORM_RATIO = 64.0
-"""A tensor whose norm is more than this many times the checkpoint's is refused."""
+"""Largest norm of a tensor, relative to the checkpoint's."""
 
 
 class Swapper:
-    """Installs drafts and remembers the last good one.
+    """Installation of drafts, and the last good draft for restoring.
 
     Args:
-        checkpoint: Directory of the draft the server started with.
+        checkpoint: Directory of the draft that the server started with.
         group: vLLM's tensor-parallel group, or None with one rank.
         cores: Cores for the thread that checks publications.
 
     Attributes:
         version: Version of the live draft; 0 is the checkpoint's.
-        base: Version of the draft that a live fast draft stands on, else `version`.
-            What is learnt of a draft is kept while this is the same.
-        seconds: Durations of installations since they were last taken.
+        base: Version of the base of a live fast draft, else `version`. Control keeps
+            its statistics of the draft while this is unchanged.
+        seconds: Durations of installations since the last report.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Swapper:
             vllm_config.model_config.get_vocab_size(),
         )
         device = next(draft.parameters()).device
-        self._room: DeviceBuffer | None = None
+        self._buffer: DeviceBuffer | None = None
         if device.type != "cpu":
             dtype = vllm_config.speculative_config.draft_model_config.dtype
-            self._room = DeviceBuffer(reference, self.shared, dtype, device)
+            self._buffer = DeviceBuffer(reference, self.shared, dtype, device)
         self.stager = Stager(
             segment,
             contract,
             cores,
-            self._room,
+            self._buffer,
             Base(self._stored),
             overflow_check(checkpoint, vllm_config),
         )
@@ -96,15 +96,15 @@ class Swapper:
         self._tracing = open_tracing("engine")
 
     def ready_version(self) -> int:
-        """Version that is staged and may be ordered, or 0."""
+        """Return the version that is staged and can be installed, or 0."""
         return self.stager.staged_version
 
     def install_ordered(self, version: int) -> None:
-        """Install `version` on this rank; every rank gets the order at the same step.
+        """Install `version` on this rank; all ranks call this at the same step.
 
-        With several ranks all of them agree first that they hold the version, and then
-        that they installed it: ranks never serve different drafts. Never raises for a
-        bad draft: the last good one is put back.
+        Several ranks first agree that all have staged the version, and then that all
+        have installed it, so ranks never serve different drafts. A bad draft raises no
+        exception; the last good one is installed again.
         """
         staged = self.stager.take(version)
         if self._group is not None and not self._all_agree(staged is not None):
@@ -112,20 +112,20 @@ class Swapper:
         if staged is None:
             return
         began = time.perf_counter()
-        why, installed = "another rank could not install it", True
+        reason, installed = "another rank could not install it", True
         try:
             tensors = staged.on_device or staged.tensors
             install(self._draft, self._config, tensors, self.shared)
-            if self._room is not None:
-                self._room.installed()
+            if self._buffer is not None:
+                self._buffer.installed()
             elif self._group is None:
                 verify_installed(self._draft, staged.tensors)
         except Exception as error:  # noqa: BLE001 - the serving boundary
-            why, installed = f"{type(error).__name__}: {error}", False
+            reason, installed = f"{type(error).__name__}: {error}", False
         if self._group is not None:
             installed = self._all_agree(installed)
         if not installed:
-            self.stager.refuse(version, "install", why)
+            self.stager.refuse(version, "install", reason)
             self._restore()
         else:
             self._last_good = staged
@@ -138,7 +138,7 @@ class Swapper:
             self.num_swaps += 1
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
-            self._tell(staged)
+            self._log_swap(staged)
         self.stager.done(staged, time.perf_counter() - began)
         self.report()
         if self._tracing is not None:
@@ -153,7 +153,7 @@ class Swapper:
             1e3 * self._last_seconds,
         )
 
-    def _tell(self, staged: StagedDraft) -> None:
+    def _log_swap(self, staged: StagedDraft) -> None:
         if self._group is not None and self._group.rank_in_group:
             return
         back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
@@ -168,19 +168,19 @@ class Swapper:
 
     def close(self) -> None:
         self.stager.close()
-        if self._room is not None:
-            self._room.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
-    def _all_agree(self, fine: bool) -> bool:
-        flag = torch.tensor([int(fine)])
+    def _all_agree(self, flag_here: bool) -> bool:
+        flag = torch.tensor([int(flag_here)])
         torch.distributed.all_reduce(
             flag, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
         )
         return bool(flag.item())
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        held = checkpoint_tensors(self._checkpoint)
-        return {name: t for name, t in held.items() if name not in self.shared}
+        tensors = checkpoint_tensors(self._checkpoint)
+        return {name: t for name, t in tensors.items() if name not in self.shared}
 
     def _restore(self) -> None:
         try:
@@ -193,13 +193,13 @@ class Swapper:
             self.stager.refuse(
                 self.version,
                 "restore",
-                f"{type(error).__name__}; drafts are poor until the next swap or a "
-                "restart, outputs stay right.",
+                f"{type(error).__name__}; acceptance is low until the next swap or a "
+                "restart, outputs stay correct.",
             )
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors checkpoint but `t2d`, which vLLM ignores."""
+    """Read a safetensors checkpoint, without `t2d`, which vLLM ignores."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors.update(load_file(file))

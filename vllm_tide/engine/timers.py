@@ -1,10 +1,10 @@
-"""Parts of the time of one engine step, from clocks read at the seams.
+"""Durations of the parts of one engine step.
 
-begin -> (target forward, logits, sampling) -> planned -> (draft passes) -> end. On CPU
-a clock read is exact. On a GPU the host only enqueues, so its clock says nothing:
-events are recorded at the same seams, and asked for their times when the step has
-landed, which is after the last of them has happened: nothing is waited for. The draft's
-passes may be one captured graph, so only the end of its first pass is marked apart.
+begin -> (target forward, logits, sampling) -> planned -> (draft passes) -> end. On a
+CPU the host's clock is exact. On a GPU the host only enqueues work, so events are
+recorded at the same places. They are read when the step has landed, that is after the
+last event, so reading does not block. The draft's passes may be one captured graph, so
+only the end of its first pass has an event.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_tide.control.step_times import StepSample
 NAN = math.nan
 
 
-class RoundTimer:
-    """Makes one `StepSample` per step."""
+class StepTimer:
+    """Timer that makes one `StepSample` per step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -34,11 +34,11 @@ class RoundTimer:
         self._shape = (0, 0, 0, 0)
 
     def begin(self, continues: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            continues: Whether the engine cannot have idled since the last step, so
-                that the time between the two belongs to the round.
+            continues: Whether the engine was busy since the last step. Then the time
+                between the two steps is part of the step time.
         """
         now = self._clock()
         self._gap = now - self._ended if continues else NAN
@@ -48,19 +48,19 @@ class RoundTimer:
         self._asked, self._deciding = False, 0.0
 
     def planned(self, requests: int, context: int, verified: int, prefill: int) -> None:
-        """The step's tokens are known; the shape of its forward as in `StepSample`."""
+        """Mark the end of sampling; takes the forward's shape (`StepSample`)."""
         self._planned = self._last = self._clock()
         self._shape = (requests, context, verified, prefill)
 
-    def asks(self) -> None:
-        """Control decides about this step."""
+    def mark_decision(self) -> None:
+        """Mark this step as one in which the policy is called."""
         self._asked = True
 
     def begin_draft(self, caught_up_s: float = 0.0) -> None:
-        """The draft begins now.
+        """Mark the start of the draft.
 
         Args:
-            caught_up_s: Seconds since `planned` that went into catching up.
+            caught_up_s: Seconds since `planned` spent on the feature backlog.
         """
         self._last = self._clock()
         self._deciding = self._last - self._planned - caught_up_s
@@ -73,18 +73,18 @@ class RoundTimer:
         self._steps += 1
         self._latest = now
 
-    def end(self, wanted: bool = True) -> StepSample | None:
-        """The step ends; None if not wanted, or without rows that were planned for."""
+    def end(self, timed: bool = True) -> StepSample | None:
+        """End the step; return None if not `timed`, or if `planned` was not called."""
         now = self._clock()
         self._ended = now
-        if not wanted or math.isnan(self._planned):
+        if not timed or math.isnan(self._planned):
             return None
         requests, context, verified, prefill = self._shape
         done = self._latest if self._steps else self._planned
         host = now - done + self._gap + self._deciding
         if self._asked and not self._steps:
-            # In most rounds that are not drafted in nobody asks, and some of those in
-            # which somebody does are probes.
+            # Most steps without drafts skip the policy, and some of the others are
+            # probes, so the host time of such a step is not representative.
             host = NAN
         return StepSample(
             requests=requests,
@@ -104,22 +104,22 @@ class RoundTimer:
 Reading = Callable[[], StepSample | None]
 
 
-class HostClock(RoundTimer):
-    """Times the rounds of Model Runner V2 where the host is the device.
+class HostClock(StepTimer):
+    """Timer of the steps of Model Runner V2 on a CPU.
 
-    `drafted` is called when a draft pass has its logits, on a GPU inside its captured
-    graph.
+    `drafted` is called when the logits of a draft pass exist; on a GPU that is inside
+    its captured graph.
     """
 
     def first_drafted(self) -> None:
-        """The draft's first pass was launched whole, outside of any graph."""
+        """Mark the launch of the draft's first pass, outside of any graph."""
 
     def end(self, steps: int) -> Reading:  # type: ignore[override]
-        """The step was launched whole.
+        """End a step that has been launched completely.
 
         Returns:
-            What gives its times once it has landed; None for a step without rows, or
-            one that was read too late.
+            A function that returns the step's times once it has landed; None for a step
+            without rows, or if its events have been reused.
         """
         del steps
         sample = super().end()
@@ -140,8 +140,8 @@ class EventTimer:
     """`HostClock` for a CUDA or ROCm device.
 
     Args:
-        steps: Steps under way, at most: events are used again after so many more.
-        make: Makes an event that has a time; a device's if None.
+        steps: Most steps in flight; events are reused after that many more.
+        make: Creates an event with timing; an event of the device if None.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class EventTimer:
         make: Callable[[], Any] | None = None,
     ) -> None:
         make = make or partial(torch.cuda.Event, enable_timing=True)
-        # One more for the step before the oldest, whose end begins its round, and one
-        # for the step that is being launched.
+        # One more for the predecessor of the oldest step, as a step time starts at its
+        # predecessor's end, and one for the step that is being launched.
         self._marks = [_Marks(make) for _ in range(steps + 2)]
         self._number = 0
         self._open: _Marks | None = None
@@ -172,7 +172,7 @@ class EventTimer:
             self._open.planned.record()
 
     def drafted(self) -> None:
-        """An event in a graph would be replayed, not recorded."""
+        """Do nothing: an event inside a graph would be replayed, not recorded."""
 
     def first_drafted(self) -> None:
         if self._open is not None:

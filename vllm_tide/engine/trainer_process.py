@@ -1,10 +1,10 @@
-"""Keeps a server's sidecar running: the trainer, or the relay to a spool.
+"""Supervision of a server's sidecar process: the trainer, or the relay to a spool.
 
-The trainer with `tide.train.autostart`, one for all engines of a run directory that
-serve the same; the relay with `tide.spool.url`: then the trainer is elsewhere.
+`tide.train.autostart` starts one trainer for all engines of a run directory that serve
+the same models. `tide.spool.url` starts a relay; the trainer then runs elsewhere.
 
-The CPU backend binds the model's threads; a thread or child of ours would inherit that
-and compete with the model. Other threads still carry what the operator gave.
+The CPU backend binds the model's threads to cores. Threads and child processes inherit
+that binding and would compete with the model, so they get the cores of unbound threads.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from vllm_tide.transport.rendezvous import SPOOL_VARIABLE, take_lock
 
 logger = logging.getLogger("vllm.tide")
 
-# The engine's thread binding would put the trainer on the engine's cores.
+# Variables of thread binding, which would put the trainer on the engine's cores.
 _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 _STOP_SECONDS = 10
 POLL_S = 1.0
 LOG_BYTES = 4 << 20
 HUNG_S = 600.0
-"""A trainer that has read the ring and shows no life for so long (s) is killed."""
+"""A trainer that stops reading the ring is killed after this time (s)."""
 GOOD_LIFE_S = 1800.0
-"""The death of one that lived so long (s) is the first of a row."""
+"""Uptime after which an exit does not count as one of a series (s)."""
 
 
 def pause_after(deaths: int) -> float:
-    """Seconds until it is started again: 1, 2, 4 ... 60; an hour from 8 in a row on."""
+    """Return seconds until the restart: 1, 2, 4 ... 60; from 8 exits on an hour."""
     return min(2.0 ** (deaths - 1), 60.0) if deaths < 8 else 3600.0
 
 
 class TrainerProcess:
-    """Trainer or relay as a child of the worker; a dead one never affects serving.
+    """Trainer or relay as a child process of the worker.
 
     Args:
-        run_dir: Where its manifest is; the child's log goes there too.
-        group: Engines with the same one have one trainer (`group_of`).
-        spool: `tide.spool`; the child, `process`, is a relay when it has a URL.
-        reads: Whether a trainer shows life.
+        run_dir: Directory of the manifest and of the child's log.
+        group: Group of engines that share a trainer (`group_of`).
+        spool: `tide.spool`; with a URL the child is a relay.
+        reads: Returns whether a trainer reads the ring.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TrainerProcess:
         self._decisions = TrainerLog(self._log)
         self._lock: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self._stop, self._asked = Event(), False
+        self._stop, self._terminated = Event(), False
         self._thread = Thread(target=self._watch, name="vllm-tide-watch", daemon=True)
         self._cores = os.sched_getaffinity(0)
         self._deaths = self._silent = 0
@@ -81,18 +81,18 @@ class TrainerProcess:
         self._began = self._next = 0.0
 
     def start(self) -> None:
-        """Start it, and again when it ends; failures are logged, serving goes on."""
+        """Start the process, and restart it after an exit; failures are logged."""
         self._cores = os.sched_getaffinity(0)
-        self._look()
+        self._check()
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
-        """See whether it lives; start it when that is due."""
-        self._decisions.look(time.monotonic())
+    def _check(self) -> None:
+        """Check the process; start it when a start is due."""
+        self._decisions.repeat_new(time.monotonic())
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > LOG_BYTES:
                 with contextlib.suppress(OSError):
@@ -117,11 +117,11 @@ class TrainerProcess:
             self._failed(now, f"could not be started: {error}")
 
     def _end_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a trainer that shows no life, once its log says where it is.
+        """Kill a trainer without heartbeats, after it has logged its stack traces.
 
-        Looks are counted, not seconds: where this process is frozen, so is the trainer.
-        A relay may take as long as its storage does. So may a trainer that has not read
-        yet: it loads models, or serves other engines and cannot take this one.
+        Polls are counted, not seconds, because a frozen machine stops the trainer too.
+        A relay is exempt, as its storage may be slow. So is a trainer that has not read
+        the ring yet: it loads models, or serves other engines and rejects this one.
         """
         reads = self._kind == "relay" or self._reads()
         self._has_read = self._has_read or reads
@@ -132,19 +132,19 @@ class TrainerProcess:
             process.send_signal(signal.SIGUSR1)
             return
         self._silent = 0
-        said = "vllm_tide: the trainer has shown no life for %d s; it is killed."
-        logger.error(said, HUNG_S)
+        message = "vllm_tide: the trainer has sent no heartbeat for %d s; killing it."
+        logger.error(message, HUNG_S)
         process.kill()
 
     def _launch(self, now: float) -> None:
         command = [sys.executable, "-m", "vllm_tide", self._kind]
         command += ["--engine", self._whom, "--run-dir", str(self._run_dir)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_ENGINE_ONLY)}
-        if self._url is not None:  # with its credentials, which no `ps` shows there
+        if self._url is not None:  # `ps` does not show credentials in a variable
             env[SPOOL_VARIABLE] = self._url
         self._silent, self._has_read = 0, False
-        # A child inherits this thread's cores, and all threads of a worker may have
-        # been bound to its own core since the start.
+        # A child inherits this thread's cores. All threads of a worker may have been
+        # bound to the worker's core since the start.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, self._cores)
         fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -156,32 +156,32 @@ class TrainerProcess:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                # While it lives no other engine starts one, should this one die.
+                # The child holds the lock too: no other engine starts a second trainer.
                 pass_fds=() if self._lock is None else (self._lock,),
             )
-        said = "vllm_tide: %s %d started, log %s"
-        logger.info(said, self._name, self.process.pid, self._log)
+        message = "vllm_tide: %s %d started, log %s"
+        logger.info(message, self._name, self.process.pid, self._log)
 
     def _failed(self, now: float, how: str) -> None:
         self._deaths = 1 if now - self._began >= GOOD_LIFE_S else self._deaths + 1
         pause = pause_after(self._deaths)
         self._next = now + pause
-        said = "vllm_tide: the %s %s; it is started again in %d s, see %s."
-        logger.warning(said, self._name, how, pause, self._log)
+        message = "vllm_tide: the %s %s; restart in %d s, see %s."
+        logger.warning(message, self._name, how, pause, self._log)
 
-    def ask(self) -> None:
-        """Ask it to stop, without waiting; no other is started. Idempotent."""
+    def terminate(self) -> None:
+        """Stop supervision and send SIGTERM, without waiting. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         process = self.process
-        if not self._asked and process is not None and process.poll() is None:
-            self._asked = True
+        if not self._terminated and process is not None and process.poll() is None:
+            self._terminated = True
             process.terminate()
 
     def close(self) -> None:
-        """Ask it to stop, then insist. Idempotent."""
-        self.ask()
+        """Terminate the process, and kill it after a timeout. Idempotent."""
+        self.terminate()
         process, self.process = self.process, None
         if process is not None and process.poll() is None:
             try:
@@ -198,29 +198,29 @@ T = TypeVar("T")
 
 
 def _bound(process: int | str) -> list[set[int]]:
-    """Cores that each thread of a process may run on."""
-    found = []
+    """Return the cores that each thread of a process may run on."""
+    cores = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):
             with contextlib.suppress(OSError):
-                found.append(os.sched_getaffinity(int(task)))
-    return found
+                cores.append(os.sched_getaffinity(int(task)))
+    return cores
 
 
 def given_cores() -> set[int]:
-    """Union of what the threads of this process, and its parent, may run on."""
+    """Return the cores that any thread of this process, or its parent, may run on."""
     cores = set(os.sched_getaffinity(0))
-    # A worker process may be bound as a whole; the process that started it is not.
+    # All threads of a worker process may be bound; its parent is not.
     with contextlib.suppress(OSError):
         cores |= os.sched_getaffinity(os.getppid())
     return cores.union(*_bound("self"))
 
 
 def free_cores(given: set[int]) -> set[int]:
-    """Those of `given` that no rank of the engine is bound to; all if none is left.
+    """Return the cores of `given` that no rank is bound to; all if none is free.
 
-    A rank's thread is bound if it may run on less than `given` and on other cores than
-    the process that started the ranks.
+    A rank's thread is bound if its cores are a proper subset of `given` and differ from
+    those of the process that started the ranks.
     """
     parent = os.getppid()
     ranks = {str(os.getpid())}
@@ -240,7 +240,7 @@ def free_cores(given: set[int]) -> set[int]:
 
 
 def call_on(cores: set[int], call: Callable[[], T]) -> T:
-    """Run `call` in a thread on `cores`; processes it starts inherit them."""
+    """Run `call` in a thread on `cores`; its child processes inherit them."""
     results: list[T] = []
 
     def run() -> None:
@@ -255,9 +255,9 @@ def call_on(cores: set[int], call: Callable[[], T]) -> T:
 
 
 def use_one_blas_thread() -> None:
-    """Limits NumPy's BLAS in this process; Torch's own threads are not touched.
+    """Limit NumPy's BLAS to one thread in this process; Torch is not affected.
 
-    Some of the policy's products are just large enough for OpenBLAS to share them out
-    over threads, which take cores from the model and gain nothing at this size.
+    OpenBLAS would use several threads for some products of the policy. They gain
+    nothing at this size and take cores from the model.
     """
     threadpool_limits(limits=1, user_api="blas")

@@ -1,6 +1,6 @@
-"""A general plugin of vLLM: an unpatched one that is given a `tide` section says so.
+"""Plugin of vLLM that rejects a `tide` section if vLLM is not patched.
 
-Loaded in every process of vLLM, so it imports nothing heavy.
+Every process of vLLM loads it, so it imports only small modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SENTENCE = "this vLLM is not patched for tide: run `vllm-tide patch apply`."
 
 
 def announce() -> None:
-    """Let an unpatched vLLM refuse a `tide` section or file in a sentence."""
+    """Make an unpatched vLLM reject a `tide` section or file with `SENTENCE`."""
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None or hasattr(arguments, "_speculative_config_argument"):
         return
@@ -38,12 +38,12 @@ def announce() -> None:
 
 def _checked(made: Callable[[str], Any], value: str) -> Any:
     try:
-        found = made(value)
+        result = made(value)
     except argparse.ArgumentTypeError:
         with contextlib.suppress(OSError, ValueError), open(value) as file:
             if "tide" in file.read(1 << 20):
                 raise argparse.ArgumentTypeError(SENTENCE) from None
         raise
-    if isinstance(found, dict) and "tide" in found:
+    if isinstance(result, dict) and "tide" in result:
         raise argparse.ArgumentTypeError(SENTENCE)
-    return found
+    return result

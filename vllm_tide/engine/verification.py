@@ -1,19 +1,19 @@
-"""vLLM's adaptive verification at this project's step costs (Model Runner V2).
+"""vLLM's adaptive verification with TIDE's step costs (Model Runner V2).
 
 Upstream's manager ranks the drafted tokens of all requests by estimated survival and
-verifies, of each request, the prefix that pays; its estimator learns from the target's
-verdicts, on the device. What it lacks is given to it here, and the rest stays its own:
+verifies a prefix of each request's drafts. Its estimator learns on the device from
+accepted and rejected tokens. This module adds:
 
-* costs that follow the batch's context and what serving teaches, and a limit on the
-  time of a round: written into the tables of costs that it reads;
-* labels of tokens that it would never verify, by verifying all of a draft now and then.
+* costs that depend on the batch's context and are updated while serving, and a limit of
+  the step time. Both are written into the manager's cost tables;
+* labels for tokens that would never be verified: some steps verify whole drafts.
 
-The ranking itself is upstream's: the host must know a step's tokens before the device
-knows its confidences, and of a given number both find the same set.
+The ranking is upstream's. The host must fix the number of tokens of a step before the
+device has the confidences, and both select the same set for a given number.
 
-How deep is drafted, 0 included, is decided before it (`ControlV2`). Every rank decides
-for itself and all must decide alike, so nothing here reads a clock: step costs come
-with the scheduler's directive, which every rank gets.
+`ControlV2` chooses the draft depth, 0 included, before that. All ranks must make equal
+decisions, so this module reads no clock: the scheduler's directive, which every rank
+receives, carries the step costs.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from vllm_tide.control.step_times import StepTimes
 from vllm_tide.control.time_model import ForwardModel, TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, StepCosts
 
-# Of the dearest step: a slope that changes by less is rounding.
+# A smaller change of slope, relative to the largest cost, is a rounding error.
 _BEND = 1e-6
 
 
 def times_of_tables(
     draft_ms: np.ndarray, target_ms: np.ndarray, passes: int
 ) -> TimeModel:
-    """A time model from the costs that vLLM measures for its adaptive verification.
+    """Return a time model from vLLM's cost measurements for adaptive verification.
 
-    What is spent around the forwards,
-    and what context costs, is learnt while it serves: all was measured at one length,
-    `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and is taken for the price of the
-    tokens.
+    They are measured at one context length,
+    `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`, and taken as costs of the tokens.
+    Costs of context and of everything but the forwards are fitted while serving.
 
     Args:
-        draft_ms: float64 [1 + most requests], ms of all draft passes by requests.
-        target_ms: float64 [1 + most tokens], ms of the target's forward by tokens;
-            neither falls.
+        draft_ms: float64 [1 + most requests], time of all draft passes by requests
+            (ms), nondecreasing.
+        target_ms: float64 [1 + most tokens], time of the target's forward by tokens
+            (ms), nondecreasing.
     """
     each = draft_ms / passes
     return TimeModel(
         target=_forward(target_ms),
-        # Its first pass also runs the rows that were drafted before.
+        # The first pass also runs the rows of the previous drafts.
         draft_first=_forward(each, rows=1 + passes),
         draft_next=_forward(each),
     )
 
 
 def _forward(costs_ms: np.ndarray, rows: int = 1) -> ForwardModel:
-    """Knots where a table bends: exact, stairs too. `rows` of the pass per entry."""
+    """Return an exact piecewise linear model of a table, with `rows` per entry."""
     seconds = np.maximum.accumulate(costs_ms[1:]) / 1e3
     bends = np.ones(len(seconds), bool)
     bends[1:-1] = np.abs(np.diff(seconds, 2)) > _BEND * seconds[-1]
@@ -78,28 +78,28 @@ logger = logging.getLogger("vllm.tide")
 
 Tables = tuple[np.ndarray, np.ndarray]
 
-# Rounds until upstream's estimator has been fitted twice: before that, and after a
-# swap, a cut would rest on coefficients of other drafts.
-_YOUNG_ROUNDS = 2 * OnlineAcceptanceEstimator.REFIT_INTERVAL
+# Steps until upstream's estimator has been fitted twice. Before that, at start and
+# after a swap, its coefficients are those of other drafts.
+_WARMUP_STEPS = 2 * OnlineAcceptanceEstimator.REFIT_INTERVAL
 
 
-LOOK_SHARE = 0.01
-"""Share of steps that verify whole drafts, where control may explore."""
+EXPLORE_SHARE = 0.01
+"""Share of steps that verify whole drafts, if control may explore."""
 
 
 class StepCostVerification(AdaptiveVerificationManager):
-    """`AdaptiveVerificationManager` that is told what a round costs.
+    """`AdaptiveVerificationManager` with TIDE's step costs.
 
     Args:
-        control: Knows the context of the step that began; None: upstream's costs.
-        look_share: Share of rounds that verify all that was drafted.
-        on_measured: Told the times that upstream measured, whose refinement the step
-            costs are then; None: upstream's costs are taken.
+        control: Gives the context of the current step; None uses upstream's costs.
+        full_verify_share: Share of steps that verify whole drafts.
+        on_measured: Called with upstream's measured times, which TIDE's step costs then
+            refine; None uses upstream's costs.
 
     Attributes:
-        verify_chance: `Record.verify_chance` of the step that begins: the share of
-            steps like it that verify whole drafts; 0, unknown, where the device cut
-            them by what it knows of them.
+        verify_chance: `Record.verify_chance` of the current step: the share of such
+            steps that verify whole drafts; 0 (unknown) if the device cut drafts by
+            their confidences.
     """
 
     UPSTREAM = ("req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits")
@@ -107,47 +107,47 @@ class StepCostVerification(AdaptiveVerificationManager):
     def __init__(
         self,
         control: ControlV2 | None,
-        look_share: float,
+        full_verify_share: float,
         on_measured: Callable[[TimeModel], None] | None = None,
         **upstream: Any,
     ) -> None:
         super().__init__(**upstream)
-        # Ranks must agree when it is tried again: steps of 20 ms are its clock.
+        # All ranks must retry at the same step: suspensions count steps of 20 ms.
         self._steps = 0
-        self.guard = Guard("pricing of verification", lambda: 0.02 * self._steps)
+        self.guard = Guard("costs of verification", lambda: 0.02 * self._steps)
         self._control = control
         self._times: StepTimes | None = None
         self._on_measured = on_measured
-        self._look_every = round(1 / look_share) if look_share else 0
+        self._interval = round(1 / full_verify_share) if full_verify_share else 0
         self._step_costs: StepCosts | None = None
         self._depth = self.num_speculative_steps
         self._measured = self._own = (np.zeros(0), np.zeros(0))
         self._version = 0
-        self._rounds = 0
+        self._steps_since_swap = 0
         self.verify_chance = 0.0
 
     def begin_step(self, scheduler_output: Any, version: int) -> None:
-        """Take how deep the step drafts and its costs; `version`: `Swapper.base`."""
+        """Read the draft depth and costs of a step; `version` is `Swapper.base`."""
         self._step_costs = (scheduler_output.tide or {}).get("step_costs")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
         self.verify_chance = 0.0
         self._steps += 1
         self.guard.retry()
         if version != self._version:
-            self._version, self._rounds = version, 0
+            self._version, self._steps_since_swap = version, 0
 
     def set_cost_curves(
         self,
         draft_curve: list[tuple[int, float]],
         verify_curve: list[tuple[int, float]],
     ) -> None:
-        """Keep upstream's tables, and make those that a round's costs go to."""
+        """Store upstream's tables, and create those for a step's costs."""
         super().set_cost_curves(draft_curve, verify_curve)
         assert self.cost_tables is not None  # noqa: S101 (set just now)
         draft_table, verify_table = self._measured = self.cost_tables
         self._own = draft_table.copy(), verify_table.copy()
         if self._on_measured is not None:
-            # Of the tables, not of the curves: those are the same on every rank.
+            # From the tables, which are equal on all ranks, unlike the curves.
             times = times_of_tables(
                 draft_table, verify_table, self.num_speculative_steps
             )
@@ -159,10 +159,10 @@ class StepCostVerification(AdaptiveVerificationManager):
         num_tokens_per_req: dict[str, int],
         draft_tokens: dict[str, list[int]],
     ) -> int:
-        """See upstream: the step's tokens, cut to what pays."""
+        """Return the step's tokens after the cut of drafts; see upstream."""
         requests, drafts = len(num_tokens_per_req), sum(map(len, draft_tokens.values()))
         others = sum(num_tokens_per_req.values()) - drafts
-        self._rounds += 1
+        self._steps_since_swap += 1
         self.cost_tables = (
             self.guard.run("step_costs", self._tables, requests, others, drafts)
             or self._measured
@@ -173,21 +173,21 @@ class StepCostVerification(AdaptiveVerificationManager):
         return tokens
 
     def _tables(self, requests: int, others: int, drafts: int) -> Tables:
-        """Costs [ms] by requests, and by tokens of the target, where they are read."""
+        """Return costs (ms) by requests and by tokens, valid for this step only."""
         window = slice(others, others + drafts + 1)
         drafting, verifying, limit = self._costs(requests, others, drafts)
         draft_table, verify_table = self._own
         draft_table[requests] = drafting
         row = verify_table[window]
-        row[:] = verifying[0] if self._looks() else verifying
-        # Nothing is worth a token's infinite cost; the plain step is always allowed.
+        row[:] = verifying[0] if self._verifies_all() else verifying
+        # An infinite cost excludes a number of tokens; the plain step stays allowed.
         row[1:][drafting + verifying[1:] > limit] = np.inf
         return draft_table, verify_table
 
     def _costs(
         self, requests: int, others: int, drafts: int
     ) -> tuple[float, np.ndarray, float]:
-        """Drafting, the target step by its drafts [drafts + 1], their limit; in ms."""
+        """Return costs of drafting, of the target by drafts [drafts + 1], limit; ms."""
         if self._step_costs is None or self._times is None or self._control is None:
             draft_table, verify_table = self._measured
             window = verify_table[others : others + drafts + 1]
@@ -199,9 +199,9 @@ class StepCostVerification(AdaptiveVerificationManager):
         draft = model.draft_curve(requests, context, others + drafts, self._depth)
         return 1e3 * float(draft[-1]), 1e3 * target, 1e3 * limit
 
-    def _looks(self) -> bool:
-        if self._rounds <= _YOUNG_ROUNDS:
+    def _verifies_all(self) -> bool:
+        if self._steps_since_swap <= _WARMUP_STEPS:
             self.verify_chance = 1.0
-        elif self._look_every > 0 and self._rounds % self._look_every == 0:
-            self.verify_chance = 1.0 / self._look_every
+        elif self._interval > 0 and self._steps_since_swap % self._interval == 0:
+            self.verify_chance = 1.0 / self._interval
         return self.verify_chance > 0.0

@@ -1,7 +1,7 @@
 """TIDE's part of the worker: ring, weights segment, capture, swapper, trainer process.
 
-Made once per worker after the models are loaded (`make_worker`). Hot-path calls:
-`begin_step` before a step, the runner's seams (`worker_v1.py`, `worker_v2.py`) in it.
+Created once per worker after the models are loaded (`make_worker`). Calls per step:
+`begin_step` before it, and the hooks of the runner (`worker_v1.py`, `worker_v2.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 
 from vllm_tide.capture.guard import Guard
 from vllm_tide.capture.policy import OVERLOAD
-from vllm_tide.capture.switch import heed_switches
-from vllm_tide.config import MIB, TideConfig, parse_tide, trainer_wanted
+from vllm_tide.capture.switch import watch_capture_switch
+from vllm_tide.config import MIB, TideConfig, parse_tide, starts_trainer
 from vllm_tide.engine.capture import Capture
 from vllm_tide.engine.control import Control
 from vllm_tide.engine.facts import draft_facts
-from vllm_tide.engine.server_log import ServerLog, say_start
+from vllm_tide.engine.server_log import ServerLog, log_start
 from vllm_tide.engine.swapper import Swapper, checkpoint_tensors
 from vllm_tide.engine.trainer_process import (
     TrainerProcess,
@@ -38,7 +38,7 @@ from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import RingSpec
-from vllm_tide.transport.rendezvous import plain
+from vllm_tide.transport.rendezvous import to_builtins
 from vllm_tide.transport.ring import Collect, RingWriter
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.tenant import key_id, tenant_key
@@ -52,20 +52,19 @@ C = TypeVar("C", bound=Control)
 logger = logging.getLogger("vllm.tide")
 
 FEATURE_DTYPE = "bfloat16"
-"""Of captured features and hidden teachers: half the size of float32's, and its range,
-which float16 has not."""
+"""Type of captured features and hidden teachers: half of float32, with its range."""
 
 REPORT_SECONDS = 0.5
 RETRY_SECONDS = 2.0
-"""Between two looks for the engine's manifest (s)."""
+"""Interval of checks for the engine's manifest (s)."""
 
 
 def make_worker(worker: Any) -> WorkerTide[Any] | None:
-    """Build the worker's part of TIDE, or None when `tide` is not configured.
+    """Create the worker's part of TIDE; return None if `tide` is not configured.
 
     Args:
-        worker: vLLM's `Worker` after `load_model`; its runner and the runner's draft
-            proposer get the attribute `tide` that their seams look at.
+        worker: vLLM's `Worker` after `load_model`; sets the attribute `tide`, which the
+            patches read, of its runner and of the runner's draft proposer.
     """
     speculative = worker.vllm_config.speculative_config
     if speculative is None or speculative.tide is None:
@@ -81,8 +80,8 @@ def make_worker(worker: Any) -> WorkerTide[Any] | None:
     return tide
 
 
-def with_topk_of(config: TideConfig, vocab_size: int) -> TideConfig:
-    """A top-k teacher has no more entries than the target has tokens."""
+def with_valid_topk(config: TideConfig, vocab_size: int) -> TideConfig:
+    """Limit `capture.teacher_topk` to the size of the target's vocabulary."""
     topk = min(config.capture.teacher_topk, vocab_size)
     capture = config.capture.model_copy(update={"teacher_topk": topk})
     return config.model_copy(update={"capture": capture})
@@ -90,18 +89,18 @@ def with_topk_of(config: TideConfig, vocab_size: int) -> TideConfig:
 
 def _refuse_reload(*_: Any, **__: Any) -> None:
     raise RuntimeError(
-        "tide: what was learnt is of the weights that the target started with; restart "
-        "the server with the new ones instead of reload_weights."
+        "tide: reload_weights is not supported, because the draft is trained for the "
+        "target's original weights; restart the server with the new ones."
     )
 
 
 class WorkerTide(Generic[C]):
-    """TIDE in one worker: what does not depend on the model runner.
+    """TIDE in one worker: the parts that do not depend on the model runner.
 
-    `worker_v1.py` and `worker_v2.py` have the seams of the two.
+    `worker_v1.py` and `worker_v2.py` add the hooks of the two runners.
     """
 
-    max_steps = 1  # steps under way, at most
+    max_steps = 1  # most steps in flight
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         from vllm.distributed import get_tp_group
@@ -110,7 +109,7 @@ class WorkerTide(Generic[C]):
         self._group = get_tp_group() if get_tp_group().world_size > 1 else None
         self._leader = get_tp_group().rank_in_group == 0
         self._facts = draft_facts(worker)
-        self._config = config = with_topk_of(config, self._facts.vocab_size)
+        self._config = config = with_valid_topk(config, self._facts.vocab_size)
         self._guard, self._reports = Guard("capture"), Guard("reporting")
         self._engine_id = secrets.token_hex(8)
         self._run_dir = Path(config.run_dir or rendezvous.default_run_dir())
@@ -129,20 +128,20 @@ class WorkerTide(Generic[C]):
         self.swapper: Swapper | None = None
         self.control: C | None = None
         cores = given_cores()
-        room = self._leader and self._clean_run_dir()
-        if config.capture.enabled and room:
+        learns = self._leader and self._prepare_run_dir()
+        if config.capture.enabled and learns:
             self._open_capture()
         if config.swap.enabled:
             self._open_swap(worker, cores)
         if config.control.policy != "static" or config.test_time.memory != "off":
             self._open_control(worker)
-        if room:
+        if learns:
             self._announce_if_missing()
             Thread(
                 target=self._keep_announced, name="vllm-tide-announce", daemon=True
             ).start()
-            say_start(config, self._run_dir, self._facts.num_speculative_tokens)
-            if trainer_wanted(config):
+            log_start(config, self._run_dir, self._facts.num_speculative_tokens)
+            if starts_trainer(config):
                 self._trainer = TrainerProcess(
                     self._engine_id,
                     self._run_dir,
@@ -155,18 +154,18 @@ class WorkerTide(Generic[C]):
             self.swapper.stager.start()
 
     def attach(self) -> None:
-        """Let the seams of the runner and its drafter see this object."""
+        """Set the attribute `tide` of the runner and its drafter."""
         raise NotImplementedError
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
-        """Seam: the target's raw logits, before sampling."""
+        """Process the target's raw logits before sampling (hook)."""
         if self.capture is not None:
             self._guard.run("logits", self.capture.on_logits, logits)
 
     def choose_drafts(
         self, req_ids: list[str], draft_token_ids: list[list[int]]
     ) -> list[list[int]]:
-        """Seam: the drafted tokens of each request that are worth verifying."""
+        """Return the drafted tokens of each request to verify (hook)."""
         if self.control is None:
             return draft_token_ids
         return self.control.choose(req_ids, draft_token_ids)
@@ -174,14 +173,15 @@ class WorkerTide(Generic[C]):
     def close(self) -> None:
         """Stop the trainer, unlink the segments. Idempotent.
 
-        Names go first: vLLM kills a worker that waits, and users' text would stay.
+        Segments are unlinked before any wait: vLLM kills a slow worker, and users' text
+        would remain in shared memory.
         """
         self._stop.set()
         if self.capture is not None:
             self._closing.set()
             self._guard.always("close", self.capture.close)
         if self._trainer is not None:
-            self._trainer.ask()
+            self._trainer.terminate()
         for segment in (self._ring, self._segment):
             if segment is not None:
                 segment.unlink()
@@ -193,13 +193,13 @@ class WorkerTide(Generic[C]):
         self._trainer = self._ring = self._segment = self.capture = self.swapper = None
 
     def _take_requests(self, scheduler_output: Any) -> None:
-        """Decide about new requests, after the scheduler's word on who is kept out."""
+        """Decide which new requests are captured, after the directive's exclusions."""
         directive = scheduler_output.tide
         if self.capture is None or not scheduler_output.scheduled_new_reqs:
             return
         if directive is not None and "salted" in directive:
             self._guard.always("keep_out", self.capture.keep_out, directive["salted"])
-        # Also while capture is left out: what they say is not said again.
+        # Also while capture is suspended: consent is sent only once per request.
         self._guard.always("admit", self.capture.admit, scheduler_output)
 
     def _forget(self, req_ids: Sequence[str]) -> None:
@@ -222,22 +222,22 @@ class WorkerTide(Generic[C]):
             self.capture.draft_version = self.swapper.version
         if self.swapper.version != version:
             self._draft_since = time.time()
-        # A fast draft is its base, a little better: what was learnt of that holds.
+        # A fast draft differs little from its base, so its statistics stay valid.
         if self.swapper.base != base and self.control is not None:
             self.control.draft_swapped()
 
-    def _clean_run_dir(self) -> bool:
-        """Remove what dead engines left; whether there is room to say anything."""
+    def _prepare_run_dir(self) -> bool:
+        """Remove files of dead engines; return whether the directory has free space."""
         try:
             rendezvous.reclaim_orphans(self._run_dir)
-            rendezvous.require_room(self._run_dir)
+            rendezvous.require_space(self._run_dir)
         except TransportError as error:
             if not rendezvous.is_full(error):
                 raise
             self._losses["run_dir_full"] = 1
             logger.error(
-                "vllm_tide: %s; this server captures and learns nothing: make room "
-                "there and restart it.",
+                "vllm_tide: %s; capture and training are off: free space there and "
+                "restart the server.",
                 error,
             )
             return False
@@ -255,7 +255,7 @@ class WorkerTide(Generic[C]):
             self.max_steps,
             key,
         )
-        self._closing = heed_switches(
+        self._closing = watch_capture_switch(
             self.capture, self._run_dir, self._config.train.state_dir
         )
 
@@ -273,15 +273,15 @@ class WorkerTide(Generic[C]):
         return RingWriter.create(spec, capture.ring_mib * MIB)
 
     def _create_weights(self) -> WeightsSegment:
-        held = checkpoint_tensors(self._facts.draft_path).values()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        # Twice: a trainer may publish fp32 where the checkpoint is bf16.
+        tensors = checkpoint_tensors(self._facts.draft_path).values()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # Doubled, because a trainer may publish fp32 for a bf16 checkpoint.
         return WeightsSegment.create(2 * size + MIB)
 
     def _check_segments(self) -> None:
-        """Count a segment that was cut short or removed, once; serving goes on.
+        """Count and log a segment that was truncated or removed, once.
 
-        Its ends stop using memory that is gone by themselves.
+        Reader and writer detect that themselves and stop using the memory.
         """
         for reason, segment in (
             ("ring_lost", self._ring),
@@ -290,20 +290,20 @@ class WorkerTide(Generic[C]):
             if segment is not None and segment.lost and not self._losses[reason]:
                 self._losses[reason] = 1
                 logger.error(
-                    "vllm_tide: segment %s was cut short or removed: this server may "
-                    "learn nothing more; restart it.",
+                    "vllm_tide: segment %s was truncated or removed: learning may have "
+                    "stopped; restart this server.",
                     segment.name,
                 )
 
     def _trainer_reads(self) -> bool:
-        """Return whether a trainer reads the ring; True where none can."""
+        """Return whether a trainer reads the ring; True without a usable ring."""
         ring = self._ring
         return ring is None or ring.lost or ring.stats().consumer_alive
 
     def _keep_announced(self) -> None:
-        """Announce the engine again where that failed, or its manifest vanished.
+        """Write the manifest again if that failed or it was removed.
 
-        On a thread of its own: the file system may stall, a step must not.
+        Runs in a separate thread, because the file system may block.
         """
         while not self._stop.wait(RETRY_SECONDS):
             self._announce_if_missing()
@@ -313,12 +313,12 @@ class WorkerTide(Generic[C]):
             if self._manifest is not None and self._manifest.exists():
                 return
             self._announce()
-            if self._stop.is_set():  # `close` may have removed it before it was made
+            if self._stop.is_set():  # `close` may have run before the write
                 rendezvous.remove_manifest(self._run_dir, self._engine_id)
         except (TransportError, OSError) as error:
-            if (why := str(error)) != self._not_announced:
-                self._not_announced = why
-                logger.error("vllm_tide: not announced, tried again: %s", why)
+            if (reason := str(error)) != self._not_announced:
+                self._not_announced = reason
+                logger.error("vllm_tide: manifest not written, retrying: %s", reason)
 
     def _open_swap(self, worker: Any, cores: set[int]) -> None:
         from vllm.distributed import get_tp_group
@@ -343,12 +343,12 @@ class WorkerTide(Generic[C]):
         self.swapper.stager.beat = self._beat
 
     def _beat(self) -> None:
-        """From the stager's thread, also while no request is there."""
+        """Send a heartbeat from the stager's thread, also without requests."""
         if (ring := self._ring) is not None:
             ring.heartbeat()
-            self._tell_pause(ring)
+            self._log_pause(ring)
 
-    def _tell_pause(self, ring: RingWriter) -> None:
+    def _log_pause(self, ring: RingWriter) -> None:
         if ring.intact:
             self._server_log.collect(bool(ring.collect))
 
@@ -358,11 +358,11 @@ class WorkerTide(Generic[C]):
     def agree(self, value: int) -> int:
         if self._group is None:
             return value
-        told = torch.tensor([value], dtype=torch.int64)
+        tensor = torch.tensor([value], dtype=torch.int64)
         torch.distributed.broadcast(
-            told, src=self._group.ranks[0], group=self._group.cpu_group
+            tensor, src=self._group.ranks[0], group=self._group.cpu_group
         )
-        return int(told)
+        return int(tensor)
 
     def _announce(self) -> None:
         capture, serving = self._config.capture, self._worker.vllm_config
@@ -389,9 +389,9 @@ class WorkerTide(Generic[C]):
         self._manifest = rendezvous.write_manifest(self._run_dir, manifest)
 
     def _report(self) -> dict[str, Any] | None:
-        """Numbers for the scheduler: at once for a staged draft, else twice a second.
+        """Return a report for the scheduler, twice a second or for a new staged draft.
 
-        Totals, not differences: a lost report loses nothing.
+        It contains totals, so a lost report has no effect.
         """
         now = time.monotonic()
         staged = self.swapper.ready_version() if self.swapper is not None else 0
@@ -406,8 +406,8 @@ class WorkerTide(Generic[C]):
         }
         if self.capture is not None and self._ring is not None:
             self._ring.heartbeat()
-            if self.swapper is None:  # else its thread looks
-                self._tell_pause(self._ring)
+            if self.swapper is None:  # else the stager's thread does it
+                self._log_pause(self._ring)
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
             report |= self._reports.always("stats", self.control.stats) or {}
@@ -422,7 +422,7 @@ class WorkerTide(Generic[C]):
             }
             swapper.seconds = []
         self._reports.run("log", self._server_log.report, report, now)
-        return cast(dict[str, Any], plain(report))
+        return cast(dict[str, Any], to_builtins(report))
 
     def _faults(self) -> Counter[str]:
         faults = self._guard.faults + self._reports.faults + self._losses
@@ -439,7 +439,7 @@ class WorkerTide(Generic[C]):
             "rows": capture.rows,
             "requests": capture.requests,
             "dropped": dropped,
-            "capture_on": capture.wish is not Collect.NOTHING,
+            "capture_on": capture.collect_mode is not Collect.NOTHING,
             "capture_suspended_s": self._guard.suspension.left,
             "ring_used_bytes": stats.used_bytes,
             "ring_capacity_bytes": stats.capacity_bytes,

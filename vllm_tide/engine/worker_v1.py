@@ -1,8 +1,8 @@
-"""TIDE's part of the worker on Model Runner V1 (the CPU backend): its seams.
+"""TIDE's part of the worker on Model Runner V1 (the CPU backend): the runner's hooks.
 
-In one step, in order: `begin_step`, `has_drafts`, `on_logits`, `plan_draft`,
-`on_draft_logits` and `draft_again` for each draft step, `choose_drafts`, `on_sampled`.
-All numbers of a step are the host's when it ends.
+Order of calls in a step: `begin_step`, `has_drafts`, `on_logits`, `plan_draft`,
+`on_draft_logits` and `draft_again` for each draft pass, `choose_drafts`, `on_sampled`.
+All results of a step are on the host at its end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         super().__init__(worker, config)
 
     def attach(self) -> None:
-        """Let the seams of the runner and its proposer see this object."""
+        """Set the attribute `tide` of the runner and its proposer."""
         runner = self._worker.model_runner
         runner.tide = runner.drafter.tide = self
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Between two steps: install an ordered draft, forget ended requests."""
+        """Install a draft on a directive, and remove ended requests (hook)."""
         if self.control is not None:
             self.control.begin(scheduler_output)
         self._between_steps(scheduler_output.tide)
@@ -53,7 +53,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         aux_hidden_states: Any,
         attention: Any,
     ) -> int:
-        """Seam: how far the draft runs in this step, at most; 0 leaves it out."""
+        """Return the maximal draft depth of this step; 0 skips the draft (hook)."""
         if self.control is None:
             return num_tokens
         return self.control.plan(
@@ -61,32 +61,32 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         )
 
     def draft_again(self) -> bool:
-        """Seam: whether the draft runs once more, after each of its steps."""
+        """Return whether the draft runs once more, after each draft pass (hook)."""
         return self.control is None or self.control.go_on()
 
     def warm_up(self) -> None:
-        """Seam: the KV cache exists and nothing is served yet."""
+        """Start the policy, after the KV cache exists and before requests (hook)."""
         if self.control is not None:
             from vllm_tide.engine.policy_start import start_policy
 
             start_policy(self._worker, self.control, self._config.control)
 
     def has_drafts(self, scheduler_output: Any) -> bool:
-        """Seam: whether a step verifies anything; else the target samples plainly.
+        """Return whether a step takes the target's speculative path (hook).
 
-        Recurrent layers read their state at an offset that only the speculative path
-        applies, so with them every step goes through it.
+        Recurrent layers read their state at an offset that only this path applies, so
+        with them every step takes it. Otherwise only verify steps do.
         """
         return self._recurrent or bool(scheduler_output.scheduled_spec_decode_tokens)
 
     def on_draft_logits(self, logits: torch.Tensor) -> None:
-        """Seam: the draft's logits of one draft step; changed where they are odd.
+        """Process the draft's logits of one pass; replace non-finite values (hook).
 
-        Any distribution may propose, and the target's answers stay what they are. Of
-        rows that are none, vLLM's rejection sampler answers with token 0.
+        Rejection sampling keeps the target's distribution for any draft distribution.
+        For a row that is not a distribution vLLM's sampler returns token 0.
         """
         if self._draws_drafts:
-            # Divided by a temperature later, which vLLM keeps above 0.01.
+            # They are divided by a temperature, which is at least 0.01 in vLLM.
             most = torch.finfo(logits.dtype).max / 128
             logits.nan_to_num_(0.0).clamp_(-most, most)
         if self.control is not None:
@@ -101,7 +101,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         hidden_states: torch.Tensor,
         aux_hidden_states: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Seam: the step's outcome. Attaches our report to `output.tide`."""
+        """Process the step's results and set `output.tide` to a report (hook)."""
         if self.capture is not None:
             self._guard.run(
                 "sampled",
@@ -117,7 +117,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
             output.tide = self._reports.always("report", self._report)
             runner = self._worker.model_runner
             if not runner.use_async_scheduling:
-                # Asked for apart they cost two messages.
+                # A separate request for the drafts would cost two messages.
                 drafts = self._no_drafts
                 if self.control is None or not self.control.same:
                     drafts = runner.take_draft_token_ids()
@@ -155,13 +155,13 @@ class WorkerTideV1(WorkerTide[ControlV1]):
 def landed_step(
     runner: Any, scheduler_output: Any, sampled: list[list[int]], version: int
 ) -> Step:
-    """The step that ends on Model Runner V1.
+    """Return the `Step` that ends on Model Runner V1.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
-        sampled: Tokens committed per request; empty for a prefill chunk that is not
+        sampled: Committed tokens by request; empty for a prefill chunk that is not
             the last.
-        version: Of the draft that ran after it.
+        version: Version of the draft that runs after the step.
     """
     batch = runner.input_batch
     names = batch.req_ids
@@ -183,7 +183,7 @@ def landed_step(
         logit_ends=np.cumsum(drafts + 1),
         num_prompt_tokens=batch.num_prompt_tokens[:n],
         version=version,
-        steps=1,  # a request may wait with its drafts while none are made
+        steps=1,  # drafts of a request that was not scheduled may be verified later
         start=batch.num_computed_tokens_cpu[:n],
         emitted=np.array(counts, np.int32),
         sampled=np.array(filled, np.int32).reshape(n, width),

@@ -1,9 +1,8 @@
-"""TIDE's part of the worker on Model Runner V2: `WorkerTide` with V2's seams.
+"""TIDE's part of the worker on Model Runner V2: the runner's hooks.
 
-Before any step: `attach`, `make_verification`. In one step, in order: `begin_step`,
-`on_logits`, `_open`, `on_draft_logits` in each draft step
-(on a GPU inside its captured graph), `on_step`, and, with synchronous scheduling,
-`choose_drafts`.
+Calls before any step: `attach`, `make_verification`. Order of calls in a step:
+`begin_step`, `on_logits`, `_open`, `on_draft_logits` in each draft pass (on a GPU
+inside its captured graph), `on_step`, `choose_drafts` with synchronous scheduling.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.tide")
 
-# Of upstream's own requests, with which it compiles kernels before anything is served.
-MADE_UP = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
+# Prefixes of upstream's warm-up requests, which compile kernels.
+DUMMY_REQUEST_PREFIXES = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 
 
 class WorkerTideV2(WorkerTide[ControlV2]):
@@ -51,13 +50,13 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._confidences = ConfidenceTable(
             runner.max_num_reqs, depth, runner.vocab_size, runner.device
         )
-        # Apart from capture's: control goes on when capture is switched off.
+        # Separate from capture's guard: control continues while capture is suspended.
         self._steps = Guard("reading steps")
-        self._made_up = False
-        self._lengths: list[int] = []  # that graphs were captured for
-        self._step: Step | None = None  # of which the draft runs
+        self._is_dummy = False
+        self._lengths: list[int] = []  # draft lengths with captured graphs
+        self._step: Step | None = None  # opened, and not filled yet
         self._number = 0  # of the step
-        # Steps that have landed: of which requests the memory had drafted.
+        # Landed steps by number, with the requests that had the memory's drafts.
         self._settled: list[tuple[int, list[str]]] = []
         speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
@@ -65,35 +64,35 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         super().__init__(worker, config)
 
     def attach(self) -> None:
-        """Let the seams of the runner and its speculator see this object."""
+        """Set the attribute `tide` of runner and speculator, and wrap their methods."""
         runner, speculator = self._runner, self._runner.speculator
         runner.tide = speculator.tide = self
         sample, propose = runner.sample, speculator.propose
-        held: list[Any] = []  # what the target gave, then its verdicts
+        pending: list[Any] = []  # hidden states of the target, then `sample`'s result
 
         def sampled(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            held[:] = [hidden_states]  # some targets give their draft others
-            found = sample(hidden_states, *args, **kwargs)
-            held.append(found)
-            return found
+            pending[:] = [hidden_states]  # some targets pass other ones to the draft
+            result = sample(hidden_states, *args, **kwargs)
+            pending.append(result)
+            return result
 
         def proposed(*args: Any, **kwargs: Any) -> Any:
-            if not held or self._made_up:  # nothing is held in a dummy run
-                held.clear()
+            if not pending or self._is_dummy:  # a dummy run does not sample
+                pending.clear()
                 return propose(*args, **kwargs)
-            (rows, verdicts), held[:] = held, []
+            (rows, result), pending[:] = pending, []
             self._steps.run("open", self._open, args[0], rows, args[4])
             drafts = propose(*args, **kwargs)
             if memory is not None:
                 depth = kwargs["num_speculative_tokens"]
-                memory.propose(args[0], verdicts[1], drafts, depth)
+                memory.propose(args[0], result[1], drafts, depth)
             return drafts
 
-        def observed(slots: torch.Tensor, *verdicts: torch.Tensor) -> None:
-            if held and not self._made_up and memory is not None:
-                sampled_ids = held[1][0].sampled_token_ids
-                verdicts = memory.grade(slots, sampled_ids, *verdicts)
-            observe(slots, *verdicts)
+        def observed(slots: torch.Tensor, *counts: torch.Tensor) -> None:
+            if pending and not self._is_dummy and memory is not None:
+                sampled_ids = pending[1][0].sampled_token_ids
+                counts = memory.grade(slots, sampled_ids, *counts)
+            observe(slots, *counts)
 
         runner.sample, speculator.propose = sampled, proposed
         memory = None
@@ -107,8 +106,8 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._replay_each_length()
         if self.control is not None and runner.device.type != "cpu":
             self.control.lengths = self._lengths
-            # Called where the draft's first pass was launched, outside of its graph;
-            # upstream does nothing there with an EAGLE-3 draft.
+            # Called after the launch of the draft's first pass, outside of its graph;
+            # upstream's method does nothing for an EAGLE-3 draft.
             inner, clock = speculator.on_prefill_end, self.control.clock
 
             def on_prefill_end(num_reqs: int) -> None:
@@ -116,7 +115,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
                 clock.first_drafted()
 
             speculator.on_prefill_end = on_prefill_end
-            # Nothing is measured for it, so it need not wait for the KV cache.
+            # It measures nothing, so it does not need the KV cache.
             self.warm_up()
 
     def _replay_each_length(self) -> None:
@@ -135,11 +134,11 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         speculator.init_cudagraph_manager = init_cudagraph_manager
 
     def make_verification(self, create: Callable[..., Any], **upstream: Any) -> Any:
-        """Seam: vLLM makes its manager of adaptive verification.
+        """Create vLLM's manager of adaptive verification with TIDE's costs (hook).
 
         Args:
-            create: Upstream's factory, which makes none where none is wanted, and
-                refuses attention backends without graphs for mixed lengths.
+            create: Upstream's factory. It returns None if the option is off, and raises
+                for attention backends without graphs for mixed lengths.
 
         Returns:
             The manager, or None.
@@ -151,30 +150,30 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._do_without_verification(error)
             return None
         from vllm_tide.engine.policy_start import needs_times
-        from vllm_tide.engine.verification import LOOK_SHARE, StepCostVerification
+        from vllm_tide.engine.verification import EXPLORE_SHARE, StepCostVerification
 
         control = self._config.control
         self._verification = StepCostVerification(
             self.control,
-            LOOK_SHARE if control.probe_share else 0.0,
+            EXPLORE_SHARE if control.probe_share else 0.0,
             self._start_with if needs_times(control) else None,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
         )
         return self._verification
 
     def _start_with(self, times: TimeModel) -> None:
-        """Graphs were captured, and vLLM has measured times: better than a guess."""
+        """Start the policy with the times that vLLM measured after graph capture."""
         if self.control is not None and self._leader:
             from vllm_tide.engine.policy_start import start_predicting
 
             start_predicting(self._worker, self.control, self._config.control, times)
 
     def _do_without_verification(self, error: ValueError) -> None:
-        """Let the scheduler cap a step's length for its whole batch instead."""
+        """Switch adaptive verification off: a step has one length for all requests."""
         if self._leader:
             logger.warning(
-                "vllm_tide: %s Until then tide.control caps the length of each step "
-                "for all its requests alike, in the scheduler.",
+                "vllm_tide: %s Until then tide.control limits the length of each step "
+                "equally for all its requests, in the scheduler.",
                 error,
             )
         runner, self._adaptive = self._runner, False
@@ -193,11 +192,11 @@ class WorkerTideV2(WorkerTide[ControlV2]):
                 self.warm_up()
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Between two steps: install an ordered draft, forget ended requests."""
+        """Install a draft on a directive, and remove ended requests (hook)."""
         scheduled = scheduler_output.num_scheduled_tokens
-        # A warm-up's step has no request of anybody else.
-        self._made_up = next(iter(scheduled), "").startswith(MADE_UP)
-        if self._made_up:
+        # A warm-up step contains warm-up requests only.
+        self._is_dummy = next(iter(scheduled), "").startswith(DUMMY_REQUEST_PREFIXES)
+        if self._is_dummy:
             return
         self._between_steps(scheduler_output.tide)
         self._steps.retry()
@@ -216,7 +215,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self.control.begin(scheduler_output)
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
-        """Seam: the target's raw logits, before sampling."""
+        """Process the target's raw logits before sampling (hook)."""
         if self.control is not None:
             self.control.target_ran()
         super().on_logits(logits)
@@ -224,16 +223,16 @@ class WorkerTideV2(WorkerTide[ControlV2]):
     def on_draft_logits(
         self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
     ) -> None:
-        """Seam: the draft's logits of one draft step.
+        """Process the draft's logits of one draft pass (hook).
 
         Args:
             logits: [n, V], one row for each request of the batch, or padding.
-            draft_step: int64 [], which step; on the device, as graphs are replayed.
+            draft_step: int64 [], number of the pass, on the device for graph replay.
         """
         if draft_step is None or self.control is None:
             return
         self._steps.run("draft_logits", self._confidences.keep, logits, draft_step)
-        self.control.clock.drafted()  # the first one runs in every step
+        self.control.clock.drafted()  # the first pass runs in every step
 
     def on_step(
         self,
@@ -244,13 +243,13 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         aux_hidden_states: Sequence[torch.Tensor],
         num_drafted: int,
     ) -> None:
-        """Seam: the step was enqueued whole. Attaches our report to `output.tide`.
+        """Record a step after all of it is enqueued; set `output.tide` (hook).
 
         Args:
             hidden_states: [>= rows, H], after the final norm.
             aux_hidden_states: num_aux tensors [>= rows, H].
         """
-        if self._made_up:
+        if self._is_dummy:
             return
         timing = None
         self._number += 1
@@ -265,21 +264,21 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         if self._leader:
             output.tide = self._reports.always("report", self._report)
             if self.control is not None:
-                # Each step: the scheduler broadcasts it with the next one.
+                # Sent in each step: the scheduler broadcasts it with the next one.
                 depth = self.control.depth
-                if self._lengths:  # up: it moves on in steps of one
+                if self._lengths:  # up, because control raises the depth by one
                     limited = self.control.limited  # a longer step may miss the limit
                     depth = rounded(depth, self._lengths, up=not limited)
                 output.tide = {**(output.tide or {}), "depth": int(depth)}
                 if self._verification is not None:
                     output.tide["step_costs"] = self.control.step_costs()
                 if self.control.memory is not None:
-                    # Whose drafts a step verified is known when it has landed.
+                    # The source of a step's drafts is known when it has landed.
                     output.tide |= {"step": self._number, "settled": self._settled}
                     self._settled = []
 
     def warm_up(self) -> None:
-        """Seam: the models are loaded and nothing is served yet."""
+        """Start the policy, after the models are loaded and before requests (hook)."""
         if self.control is None or not self._leader:
             return
         from vllm_tide.engine.policy_start import start_predicting
@@ -293,7 +292,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._take_landed()
 
     def _open(self, batch: Any, *hidden: Any) -> None:
-        """Before the draft, whose graphs may overwrite what the target's returned."""
+        """Open a step and stage its rows, before the draft overwrites the outputs."""
         if self.capture is None and self.control is None:
             return
         version = 0 if self.swapper is None else self.swapper.version
@@ -325,13 +324,13 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._take_landed()
 
     def _take_landed(self) -> None:
-        """Learn from what has landed and write it: on a CPU, this very step.
+        """Observe and write the steps that have landed; on a CPU also this one.
 
-        That takes up to a millisecond, and on a CPU several: not before a step was
-        launched, if there is one.
+        This takes up to a millisecond, several on a CPU, so it follows the launch of a
+        step.
 
-        With asynchronous scheduling a request's end is known one step late, so a step
-        waits for the next one to say which of its rows came after an end.
+        With asynchronous scheduling a request's end is known one step late. Therefore a
+        step is written after the next one has begun, which lists its ended requests.
         """
         for step in self._log.landed():
             if self.control is not None:
@@ -362,7 +361,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             runner.max_model_len,
             control,
             runner.num_speculative_steps,
-            # On a GPU a step has not landed when its drafts are handed over.
+            # On a GPU a step has not landed when its drafts go to the scheduler.
             trims=on_host and not (self._async or self._adaptive),
             clock=HostClock() if on_host else EventTimer(self.max_steps),
         )
@@ -371,6 +370,6 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         if control.verify and self._leader and not cuts:
             logger.info(
                 "vllm_tide: tide.control.verify: each step has one draft depth for all "
-                "requests; enable_adaptive_verification, which is off, would cut each "
-                "request's drafts on the device."
+                "requests; set enable_adaptive_verification to cut each request's "
+                "drafts on the device."
             )

@@ -1,9 +1,9 @@
-"""A step's small numbers in one block, so that one copy brings them to the host.
+"""A step's small arrays in one block, for a single copy to the host.
 
     out = [parts[0] | parts[1] | ...], int32 each, row after row
 
-Runs in the vLLM worker at the end of a step. Each copy of its own would be a hop of the
-model's stream to a copy engine. The wrapper neither allocates nor waits.
+Runs in the vLLM worker at the end of a step. Separate copies would each synchronize the
+model's stream with a copy engine. The wrapper neither allocates nor blocks.
 
 Numerics: the low 32 bits of integers, the bits of fp32.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_tide.kernels.launch import Variant, cdiv, runs_triton, tl, triton
 
 _BLOCK = 1024
-# They change from step to step: none may compile a kernel of its own.
+# They change from step to step, so the kernel must not be specialized to them.
 _NUMBERS = ("n", "rows", "width", "depth", "sampled_stride", "confidence_stride",
             "drafted_stride")  # fmt: skip
 
@@ -84,14 +84,14 @@ def _gather_step_kernel(
 
 
 def gather_step(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write a step's numbers one after another.
+    """Concatenate a step's arrays.
 
     Args:
         parts: seq_lens int32 [n], emitted int32 [n], sampled int64 [n, w], token_ids
-            int32 [rows], confidence fp32 [n, K], drafted int64 [n]; and, where the
-            device cut drafts, bounds and logit_bounds int32 [n + 1]. Those with n and
-            a second dimension may be strided by row, as may drafted.
-        out: int32 [>= all of them].
+            int32 [rows], confidence fp32 [n, K], drafted int64 [n]; if the device cut
+            drafts also bounds and logit_bounds, int32 [n + 1]. Two-dimensional ones and
+            drafted may be strided by row.
+        out: int32 [>= sum of sizes].
     """
     if not runs_triton(*parts, out):
         gather_step_reference(parts, out)

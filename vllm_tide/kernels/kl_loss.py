@@ -1,21 +1,21 @@
-"""KL losses against the target's distribution, without probabilities in memory.
+"""KL losses against the target's distribution, without tensors of probabilities.
 
     p = softmax(t), t the teacher's logits over the draft vocabulary;  q = softmax(z)
 
     forward  KL(p || q) = sum p (log p - log q)             d/dz = q - p
     reverse  KL(q || p) = sum q (log q - log max(p, FLOOR)) d/dz = q (log q/p - KL)
 
-`forward_kl` and `reverse_kl` of `vllm_tide.train.loss_terms`: p is renormalised over
-the draft vocabulary, values are nats per row, and rows are summed with weights that the
-caller has normalised.
+These are `forward_kl` and `reverse_kl` of `vllm_tide.train.loss_terms`: p is
+renormalised over the draft vocabulary, values are nats per row, and rows are summed
+with weights that the caller normalises.
 
 Runs in the trainer, on a chunk of rows at a time (`KernelTeacher` of
-`vllm_tide.train.losses`). Per row, one program streams over both rows of logits for the
-two log-sum-exps, then for the loss, then writes the gradient in the draft's dtype:
-nothing in fp32 is as wide as the vocabulary.
+`vllm_tide.train.losses`). One program per row reads both rows of logits for the two
+log-sum-exps, then for the loss, then writes the gradient in the draft's dtype. No fp32
+tensor has the width of the vocabulary.
 
-Numerics: sums in fp32 whatever the dtype of the logits.
-Lineage: the gradient in the forward pass as in Liger-Kernel's fused cross entropy.
+Numerics: sums in fp32 for all dtypes of logits.
+Source: the gradient in the forward pass as in Liger-Kernel's fused cross entropy.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 """
 
@@ -29,11 +29,11 @@ from torch import Tensor
 from vllm_tide.kernels.launch import Variant, power_of_two, runs_triton, tl, triton
 
 FLOOR = 1e-30
-"""Smallest teacher probability whose logarithm is taken, as in `loss_terms`."""
+"""Lower bound of teacher probabilities in logarithms, as in `loss_terms`."""
 MAX_BLOCK = 8192
 
 _LOG_FLOOR = tl.constexpr(math.log(FLOOR))
-_LOWEST = tl.constexpr(-3.0e38)  # a maximum of nothing; finite, so no inf - inf
+_LOWEST = tl.constexpr(-3.0e38)  # initial maximum; finite, so no inf - inf
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -45,7 +45,7 @@ def kl_rows_reference(
     reverse: bool,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """`kl_rows` in Torch, the same arguments (and float64)."""
+    """Compute `kl_rows` in Torch, with the same arguments (and float64)."""
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
     log_p = torch.log_softmax(teacher_logits.to(wide), dim=-1)
     log_q = torch.log_softmax(draft_logits.to(wide), dim=-1)
@@ -74,7 +74,7 @@ def _load_pair(z_row, t_row, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _grow(top, total, x):
-    """Maximum and sum of exp(x - maximum), after one more block."""
+    """Update maximum and sum of exp(x - maximum) with one more block."""
     new = tl.maximum(top, tl.max(x, axis=0))
     return new, total * tl.exp(top - new) + tl.sum(tl.exp(x - new), axis=0)
 
@@ -130,7 +130,7 @@ def _kl_kernel(
     value = tl.sum(parts, axis=0)
     tl.store(values + row, value)
     if REVERSE and GRAD:
-        # Only now is the row's KL known, which its gradient needs.
+        # The gradient needs the row's KL, which is complete only here.
         for start in range(0, vocab, BLOCK):
             z, t = _load_pair(z_row, t_row, start, vocab, BLOCK)
             log_q = z - q_lse
@@ -150,7 +150,7 @@ def kl_rows(
     reverse: bool,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """KL of n rows of logits that are already there, and its gradient.
+    """Return the KL of n rows of logits, and compute its gradient.
 
     Args:
         draft_logits: [n, V_d], bfloat16, float16 or float32 (float64 in the
@@ -159,14 +159,14 @@ def kl_rows(
         weights: fp32 [n], weight of each row in the loss.
         reverse: KL(q || p) instead of KL(p || q).
         grad_out: [n, V_d], receives the gradient of the weighted sum with respect to
-            `draft_logits`; a tensor of its own (warps of a program may read and
-            write in different layouts).
+            `draft_logits`. It must not share memory with the inputs (warps of a program
+            may read and write in different layouts).
 
     Returns:
         fp32 [n], unweighted values (nats).
 
     Raises:
-        ValueError: A shape, dtype or stride is not as above.
+        ValueError: A shape, dtype or stride is wrong.
     """
     _check_rows(draft_logits, teacher_logits, weights, grad_out)
     count, vocab = draft_logits.shape
@@ -183,7 +183,7 @@ def kl_rows(
     if not count:
         return values
     block = min(MAX_BLOCK, power_of_two(vocab))
-    # What a variant does not use is any pointer.
+    # Without a gradient the kernel does not use this pointer.
     grad = draft_logits if grad_out is None else grad_out
     _kl_kernel[(count,)](
         draft_logits,
@@ -214,30 +214,30 @@ def _check_rows(
     shape = draft_logits.shape
     if len(shape) != 2 or not shape[1]:
         raise ValueError(f"draft_logits must be [n, V], not {list(shape)}.")
-    for name, tensor, wanted, dtypes in (
+    for name, tensor, expected, dtypes in (
         ("draft_logits", draft_logits, shape, floats),
         ("teacher_logits", teacher_logits, shape, floats),
         ("weights", weights, shape[:1], (torch.float32, wide)),
         ("grad_out", grad_out, shape, floats),
     ):
         if tensor is not None and (
-            tensor.shape != wanted
+            tensor.shape != expected
             or tensor.dtype not in dtypes
-            or (tensor.stride(-1) != 1 and wanted[-1] > 1)
+            or (tensor.stride(-1) != 1 and expected[-1] > 1)
         ):
             raise ValueError(
-                f"{name} must be {list(wanted)} of {dtypes}, neighbours in memory, not "
+                f"{name} must be {list(expected)} of {dtypes}, rows contiguous, not "
                 f"{list(tensor.shape)} of {tensor.dtype}, stride {tensor.stride()}."
             )
 
 
 def _num_warps(block: int) -> int:
-    """16 elements for each of 32 threads; 16 warps of 64 are a full block on ROCm."""
+    """Return warps for 16 elements per thread of 32; 16 warps are the limit on ROCm."""
     return max(1, min(16, block // 512))
 
 
 def variants() -> list[Variant]:
-    """What `compile_all` compiles: vocabularies of `MAX_BLOCK` and more."""
+    """Return the variants for `compile_all`: vocabularies of `MAX_BLOCK` and more."""
     out = []
     for dtype, reverse, grad in (
         ("bf16", False, True),

@@ -1,4 +1,4 @@
-"""Shared by every kernel file: Triton if there is one, and who runs an op."""
+"""Import of Triton, if installed, and launch helpers of all kernels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ try:
     import triton.language as tl  # type: ignore[import-untyped,import-not-found]
 
     HAVE_TRITON = True
-    # Read when kernels are defined, which is when `triton.jit` itself reads it.
-    _wish = os.environ.get("TRITON_INTERPRET", "0").lower()
-    INTERPRETED = _wish in ("1", "true", "on", "yes", "y")
+    # Read when kernels are defined, as `triton.jit` does.
+    _interpret = os.environ.get("TRITON_INTERPRET", "0").lower()
+    INTERPRETED = _interpret in ("1", "true", "on", "yes", "y")
 except ImportError:
 
     class _Absent:
-        """Lets kernels be defined, never run, where Triton is missing."""
+        """Stand-in for Triton: kernels can be defined but not run."""
 
         @staticmethod
         def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -46,10 +46,10 @@ except ImportError:
 
 
 def runs_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels can run on these tensors.
+    """Return whether the kernels can run on these tensors.
 
-    True on a GPU (ROCm's device type is "cuda" too) and under Triton's interpreter
-    (`TRITON_INTERPRET=1` before Triton is first imported).
+    True on a GPU (ROCm's device type is "cuda" too) and with Triton's interpreter
+    (`TRITON_INTERPRET=1` before the first import of Triton).
     """
     if not HAVE_TRITON:
         return False
@@ -61,17 +61,17 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; 1 for n < 2."""
+    """Return the smallest power of two that is at least n; 1 for n < 2."""
     return 1 << max(0, n - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way a kernel is launched, for `compile_all`.
+    """Signature of a kernel launch, for `compile_all`.
 
     Attributes:
-        name: Tells it from the kernel's other variants.
-        types: Type of each argument that is no constant ("*fp32", "i64", ...).
+        name: Unique among the kernel's variants.
+        types: Type of each argument that is not a constant ("*fp32", "i64", ...).
     """
 
     kernel: Any

@@ -1,16 +1,16 @@
-"""The n-gram memory on a device: what a request's own text says comes next.
+"""The n-gram memory on a device: drafts by prompt lookup in a request's own text.
 
-Three launches a step, all from buffers made once; nothing allocates or waits:
+Three kernels per step, with preallocated buffers; nothing allocates or blocks:
 
-* `grade` compares what was proposed last with what came, and counts who was right by
-  the length of the match, before the draft runs;
-* `scan` keeps a copy of the newest tokens of each request, as vLLM's own lie in the
-  host's memory, and looks there for the last place that the text's end occurred at;
-* `choose` puts what followed there in the place of the draft's tokens, where it was
-  worth more.
+* `grade` compares the last proposals with the sampled tokens, and counts accepted
+  tokens of each source by length of the match, before the draft runs;
+* `scan` maintains a copy of the newest tokens of each request (vLLM's are in host
+  memory), and finds the last occurrence of the text's end in it;
+* `choose` replaces the draft's tokens by those that followed that occurrence, if their
+  expected acceptance is higher.
 
-Numbers of a step are summed in one order, so every rank of a group decides alike.
-Runs on Model Runner V2, which needs Triton itself; so the reference is in the tests.
+Sums have a fixed order, so all ranks of a group make equal decisions. Model Runner V2
+needs Triton anyway, so the reference is in the tests.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 """
 
@@ -24,13 +24,13 @@ from torch import Tensor
 from vllm_tide.kernels.launch import Variant, cdiv, power_of_two, tl, triton
 
 WINDOW = 1 << 15
-"""Newest tokens of a request that are looked through."""
+"""Newest tokens of a request that are searched."""
 _BLOCK, _ROWS = tl.constexpr(1024), tl.constexpr(32)
 _BUCKETS = tl.constexpr(6)  # `MATCHES` of `memory/source.py`, and no match
 _MOST_MATCH = tl.constexpr(16)
-# A score is the order of a match, where it ended, and its length.
+# A score consists of the order of a match, its end and its length.
 _ORDER_BIT, _PLACE_BIT = tl.constexpr(40), tl.constexpr(8)
-# They change from step to step: none may compile a kernel of its own.
+# They change from step to step, so no kernel may be specialized to them.
 _NUMBERS = ("n", "width", "sampled_stride", "their_stride", "parts", "best_stride",
             "draft_stride", "confidence_stride", "depth", "capacity")  # fmt: skip
 
@@ -40,24 +40,23 @@ class NgramTable:
 
     Args:
         most: Tokens proposed, K.
-        prior: Acceptance of a token that nothing is known of: the draft's, the
-            memory's.
-        shrink: Tokens of evidence that the rest is worth: buckets, depths.
-        half_life: Tokens after which evidence counts half.
+        prior: Prior acceptance of a token of the draft, and of the memory.
+        shrink: Prior weight (tokens) for shrinking depths to buckets, these to `prior`.
+        half_life: Tokens after which a count has half its weight.
 
     Attributes:
-        window: Newest tokens of a request that are kept, a power of two.
-        tokens: int32 [R, window], a circle each.
-        known: int32 [R], length of the text that the circle ends at; 0: none.
-        said: int32 [2, R, K], what the draft and the memory proposed last; -1: nothing.
-        bucket: int32 [R], of the match beside it.
-        whose: int32 [R], 1 where the newest drafts are the memory's.
+        window: Newest tokens stored per request, a power of two.
+        tokens: int32 [R, window], a circular buffer per request.
+        known: int32 [R], length of the text at the buffer's end; 0: empty.
+        proposals: int32 [2, R, K], last proposals of draft and memory; -1: none.
+        bucket: int32 [R], bucket of the match length of these.
+        is_memory: int32 [R], 1 if the newest drafts are the memory's.
         counts: fp32 [2, 2, buckets, K], tries and hits of each source, decayed.
-        chance: fp32 [2, buckets, K], of a token whose predecessors were accepted.
+        chance: fp32 [2, buckets, K], acceptance of a token after accepted ones.
         seen: int32 [2, R], `num_sampled` and `num_rejected` of a step without the
-            verdicts on the memory's tokens.
-        first: int64 [R], the draft's first token of each request of a step; its
-            complement where the memory's were put in the place of the draft's.
+            results of the memory's tokens.
+        first: int64 [R], the draft's first token of each request of a step, as its
+            complement if the memory's tokens replaced the draft's.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class NgramTable:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.tokens = ints(capacity, self.window)
-        self.known, self.bucket, self.whose = (ints(capacity) for _ in range(3))
-        self.said = ints(2, capacity, most) - 1
+        self.known, self.bucket, self.is_memory = (ints(capacity) for _ in range(3))
+        self.proposals = ints(2, capacity, most) - 1
         self.counts = ints(2, 2, _BUCKETS.value, most, dtype=torch.float32)
         self.chance = torch.zeros_like(self.counts[:, 0])
         self.chance += torch.tensor(prior, device=device)[:, None, None]
@@ -92,10 +91,10 @@ class NgramTable:
         self._priors |= {"SHRINK": shrink, "HALF_LIFE": half_life}
 
     def forget(self) -> None:
-        """Nothing of any request is left; the counts stay."""
+        """Clear the state of all requests; keep the counts."""
         self.known.zero_()
-        self.whose.zero_()
-        self.said.fill_(-1)
+        self.is_memory.zero_()
+        self.proposals.fill_(-1)
 
     def grade(
         self,
@@ -106,15 +105,15 @@ class NgramTable:
         total_len: Tensor,
         prefill_len: Tensor,
     ) -> None:
-        """Count how far the last proposals were right; fills `seen`.
+        """Count accepted tokens of the last proposals, and fill `seen`.
 
         Args:
-            slots: int64 [n], each at most once.
+            slots: int64 [n], distinct.
             sampled: int64 [n, w], this step's tokens.
-            num_sampled: int32 [n], how many there are; 0 inside of a prompt.
+            num_sampled: int32 [n], number of these tokens; 0 inside a prompt.
             num_rejected: int32 [n].
-            total_len: int32 [R], length of each slot's text, this step's included.
-            prefill_len: int32 [R], of which the request came with so many.
+            total_len: int32 [R], length of each slot's text with this step's tokens.
+            prefill_len: int32 [R], length of each slot's prefill.
         """
         _grade_kernel[(2 * _BUCKETS.value,)](
             slots,
@@ -124,9 +123,9 @@ class NgramTable:
             total_len,
             prefill_len,
             self.known,
-            self.said,
+            self.proposals,
             self.bucket,
-            self.whose,
+            self.is_memory,
             self.counts,
             self.chance,
             self.start,
@@ -151,13 +150,13 @@ class NgramTable:
         depth: int,
         confidence: Tensor | None,
     ) -> None:
-        """After `grade`: look the texts' ends up, and overwrite drafts worth less.
+        """Look up the texts' ends and overwrite worse drafts; call after `grade`.
 
         Args:
             texts: int32 [R, >= longest], the slots' texts.
-            longest: Tokens of any request of the step, at most.
+            longest: Most tokens of any request of the step.
             drafts: int64 [n, K], the draft's tokens, of which `depth` were drafted.
-            confidence: fp32 [n, K], their chances, overwritten likewise, if not None.
+            confidence: fp32 [n, K] or None, their probabilities, overwritten too.
         """
         n, parts = len(slots), min(cdiv(longest, _BLOCK.value), self.parts)
         _scan_kernel[(n, parts)](
@@ -183,9 +182,9 @@ class NgramTable:
             drafts,
             drafts if confidence is None else confidence,
             self.known,
-            self.said,
+            self.proposals,
             self.bucket,
-            self.whose,
+            self.is_memory,
             self.first,
             parts,
             self.parts,
@@ -210,9 +209,9 @@ def _grade_kernel(
     total_len,
     prefill_len,
     known,
-    said,
+    proposals,
     bucket,
-    whose,
+    is_memory,
     counts,
     chance,
     start,
@@ -243,7 +242,7 @@ def _grade_kernel(
         count = tl.load(num_sampled + b, mask=inside, other=0)
         base = tl.load(total_len + slot, mask=inside, other=0) - count
         prefill = tl.load(prefill_len + slot, mask=inside, other=0)
-        # The first tokens after a prefill: the slot's request may be another.
+        # After a prefill the slot may belong to another request.
         goes_on = (tl.load(known + slot, mask=inside, other=0) == base) & (
             base != prefill
         )
@@ -255,7 +254,7 @@ def _grade_kernel(
             other=-2,
         )
         guess = tl.load(
-            said + ((source * capacity + slot) * K)[:, None] + column,
+            proposals + ((source * capacity + slot) * K)[:, None] + column,
             mask=inside[:, None] & (column < K),
             other=-1,
         )
@@ -271,7 +270,7 @@ def _grade_kernel(
         hits += tl.sum((column < right[:, None]).to(tl.float32), axis=0)
         if program == 0:
             tl.store(start + b, tl.where(goes_on, base, 0), mask=inside)
-            hidden = tl.load(whose + slot, mask=inside, other=0) > 0
+            hidden = tl.load(is_memory + slot, mask=inside, other=0) > 0
             rejected = tl.load(num_rejected + b, mask=inside, other=0)
             counted = tl.where(hidden, tl.minimum(count, 1), count)
             tl.store(seen + b, counted, mask=inside)
@@ -282,7 +281,7 @@ def _grade_kernel(
     hits += keep * tl.load(at + _BUCKETS * K, mask=k < K, other=0.0)
     tl.store(at, tries, mask=k < K)
     tl.store(at + _BUCKETS * K, hits, mask=k < K)
-    # Beta means, shrunk to the bucket's and that to the prior.
+    # Beta means, shrunk to the bucket's mean, which is shrunk to the prior.
     prior = tl.where(source == 0, DRAFT_PRIOR, MEMORY_PRIOR)
     mean = (tl.sum(hits, axis=0) + SHRINK * prior) / (tl.sum(tries, axis=0) + SHRINK)
     mean = (hits + SHRINK * mean) / (tries + SHRINK)
@@ -291,7 +290,7 @@ def _grade_kernel(
 
 @triton.jit
 def _token(ours, theirs, at, low, start, WINDOW: tl.constexpr):
-    """Tokens at places of a text; this step's are not in our copy yet. Below: -1."""
+    """Load tokens of a text: this step's from vLLM's copy; -1 below `low`."""
     new = tl.load(theirs + at, mask=(at >= low) & (at >= start), other=-1)
     old = tl.load(ours + (at & (WINDOW - 1)), mask=(at >= low) & (at < start), other=-1)
     return tl.where(at >= start, new, old)
@@ -317,14 +316,14 @@ def _scan_kernel(
     total = tl.load(total_len + slot)
     low = tl.maximum(total - WINDOW, 0)
     head = (low // _BLOCK + part) * _BLOCK
-    found = tl.zeros((), tl.int64)
+    result = tl.zeros((), tl.int64)
     if (tl.load(num_sampled + b) > 0) & (head < total):
         begin = tl.load(start + b)
         ours, theirs = tokens + slot * WINDOW, texts + slot * their_stride
         at = head + tl.arange(0, _BLOCK)
         new = (at >= tl.maximum(low, begin)) & (at < total)
         token = tl.load(theirs + at, mask=new, other=0)
-        # Where it is written others read nothing: what lay there is below `low` now.
+        # No program reads the overwritten places: their old tokens are below `low`.
         tl.store(ours + (at & (WINDOW - 1)), token, mask=new)
         same = at < total
         run = tl.zeros([_BLOCK], tl.int32)
@@ -350,8 +349,8 @@ def _scan_kernel(
         order = (run >= 3).to(tl.int64) + (run >= 5).to(tl.int64)
         order += (run >= 8).to(tl.int64)
         score = (order << _ORDER_BIT) | (at.to(tl.int64) << _PLACE_BIT) | run
-        found = tl.max(tl.where(order > 0, score, 0), axis=0)
-    tl.store(best + b * best_stride + part, found)
+        result = tl.max(tl.where(order > 0, score, 0), axis=0)
+    tl.store(best + b * best_stride + part, result)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -365,9 +364,9 @@ def _choose_kernel(
     drafts,
     confidence,
     known,
-    said,
+    proposals,
     bucket,
-    whose,
+    is_memory,
     first,
     parts,
     best_stride,
@@ -400,7 +399,7 @@ def _choose_kernel(
         match = (run >= 3).to(tl.int32) + (run >= 4).to(tl.int32)
         match += (run >= 5).to(tl.int32) + (run >= 8).to(tl.int32)
         match += (run >= 16).to(tl.int32)
-        # Followed over the text's end, as in LZ77.
+        # Continue beyond the text's end periodically, as in LZ77.
         ahead = place + k % tl.maximum(total - place, 1)
         proposed = tl.load(
             tokens + slot * WINDOW + (ahead & (WINDOW - 1)),
@@ -417,12 +416,12 @@ def _choose_kernel(
         tl.store(drafts + b * draft_stride + k, proposed, mask=over)
         if CONFIDENCE:
             tl.store(confidence + b * confidence_stride + k, ours, mask=over)
-        tl.store(said + slot * K + k, own.to(tl.int32), mask=k < K)
-        there = said + (capacity + slot) * K + k
+        tl.store(proposals + slot * K + k, own.to(tl.int32), mask=k < K)
+        there = proposals + (capacity + slot) * K + k
         tl.store(there, proposed.to(tl.int32), mask=k < K)
         tl.store(bucket + slot, match)
-        tl.store(whose + slot, better.to(tl.int32))
-        # A text that was not copied whole is copied anew.
+        tl.store(is_memory + slot, better.to(tl.int32))
+        # A text that was not copied completely is copied again.
         tl.store(known + slot, tl.where(whole, total, 0))
         newest = tl.where(better, -1 - newest, newest)
     tl.store(first + b, newest)
@@ -430,18 +429,19 @@ def _choose_kernel(
 
 def variants() -> list[Variant]:
     longs = dict.fromkeys(("slots", "sampled", "best", "drafts", "first"), "*i64")
-    names = ("num_sampled", "num_rejected", "total_len", "prefill_len", "known", "said",
-             "bucket", "whose", "start", "seen", "texts", "tokens")  # fmt: skip
+    names = ("num_sampled", "num_rejected", "total_len", "prefill_len", "known",
+             "proposals", "bucket", "is_memory", "start", "seen", "texts",
+             "tokens")  # fmt: skip
     types = longs | dict.fromkeys(names, "*i32")
     types |= dict.fromkeys(("counts", "chance", "confidence"), "*fp32")
     types |= dict.fromkeys(_NUMBERS, "i32")
     sizes: dict[str, Any] = {"K": 7, "K_PO2": 8, "WINDOW": WINDOW, "CONFIDENCE": True}
     sizes |= {"PARTS_PO2": 64, "DRAFT_PRIOR": 0.6, "MEMORY_PRIOR": 0.4}
     sizes |= {"SHRINK": 8.0, "HALF_LIFE": 2000.0}
-    found = []
+    result = []
     for kernel, warps in ((_grade_kernel, 4), (_scan_kernel, 4), (_choose_kernel, 1)):
         given = list(getattr(kernel, "arg_names", []))
         kinds = {name: types[name] for name in given if name in types}
         constants = {name: sizes[name] for name in given if name in sizes}
-        found.append(Variant(kernel, "step", kinds, constants, warps))
-    return found
+        result.append(Variant(kernel, "step", kinds, constants, warps))
+    return result

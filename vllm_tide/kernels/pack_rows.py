@@ -3,10 +3,10 @@
     out[i] = [a[rows[i]] | b[rows[i]] | c[rows[i]]]
 
 Runs in the vLLM worker after the target's forward. The wrapper neither allocates nor
-waits for the device, so it can be part of a captured graph.
+blocks on the device, so it can be part of a captured graph.
 
-Numerics: a dtype that does not change is copied bit by bit; others are rounded to
-nearest even. Every chip writes the same bytes.
+Numerics: an unchanged dtype is copied bit by bit; conversions use rounding to nearest
+even. All GPUs write the same bytes.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 """
 
@@ -41,7 +41,7 @@ def pack_rows_reference(features: Sequence[Tensor], rows: Tensor, out: Tensor) -
 
 @triton.jit
 def _widen(x, FROM_BF16: tl.constexpr):
-    """The value in fp32; a bfloat16 comes as its bits (int16), so that it is exact."""
+    """Convert to fp32; bfloat16 is passed as its bits (int16), which is exact."""
     if FROM_BF16:
         wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -58,7 +58,7 @@ def _convert(x, FROM_BF16: tl.constexpr, TO: tl.constexpr):
     elif TO == "fp32":
         y = _widen(x, FROM_BF16)
     else:
-        # bfloat16 as its bits, rounded to nearest even: the interpreter's cast cuts.
+        # bfloat16 bits, rounded to nearest even; the interpreter's cast truncates.
         wide = _widen(x, FROM_BF16)
         bits = wide.to(tl.int32, bitcast=True)
         nan = (bits & _SIZE_BITS) > _INFINITY_BITS
@@ -102,12 +102,12 @@ def pack_rows(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
 
     Args:
         features: Three tensors [>= rows of the step, H] of one dtype (bfloat16, float16
-            or float32), lowest layer first; rows may be strided, values of a row not.
-        rows: int32 [n]: which rows; none is looked up beyond the layers' end.
+            or float32), lowest layer first; rows may be strided, but each contiguous.
+        rows: int32 [n], row numbers within the layers; not checked.
         out: bfloat16, float16 or float32 [>= n, 3H], contiguous; written in place.
 
     Raises:
-        ValueError: A shape, dtype or stride is not as above.
+        ValueError: A shape, dtype or stride is wrong.
     """
     _check(features, rows, out)
     if not rows.numel():
@@ -158,7 +158,7 @@ def _check(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     ):
         raise ValueError(
             "features must be three layers of one floating dtype, [rows, "
-            f"{out.shape[1] // NUM_LAYERS}], a row's values neighbours in memory."
+            f"{out.shape[1] // NUM_LAYERS}], with contiguous rows."
         )
 
 

@@ -1,23 +1,23 @@
-"""Top-k teacher: the k likeliest tokens of each row of logits, and the rest in sum.
+"""Top-k teacher: the k likeliest tokens of each row of logits, and the tail's mass.
 
     logprobs = log_softmax(logits)[ids],  tail = log(1 - sum exp(logprobs))
 
-What `vllm_tide.engine.staging` keeps of a step on a CPU; among equal logits the
-lower id comes first, so every chip lists the same tokens.
+Equivalent to `top_k_teacher` of `vllm_tide.engine.staging`, which runs on a CPU. Among
+equal logits the lower id comes first, so all GPUs list the same tokens.
 
-Runs in the vLLM worker before sampling. V is split over programs: each finds its part
-of the log-sum-exp and the best token of each of its groups. The k-th best of some 512
-groups is no better than the k-th best token, so what is worse need not be looked at:
-each split lists its tokens from there on, few of them, and one program per row merges
-at most 64 lists. The logits are read twice and no [M, V] tensor is made.
+Runs in the vLLM worker before sampling. V is split over programs. Each computes its
+part of the log-sum-exp and the best token of each of its groups. The k-th best of about
+512 groups is a lower bound of the k-th best token, so each split lists only its few
+tokens above that bound, and one program per row merges at most 64 lists. The logits are
+read twice, and no [M, V] tensor is created.
 
-A token is one int64: its logit, mapped so that integers order as floats do, above the
-complement of its id. The largest integer is then the best token with ties settled, and
-k best ones are k maxima. (Not `tl.topk`: its sorting network moves whole blocks through
-shared memory for every stage, and k maxima need one number each.)
+A token is one int64: its logit in the high bits, mapped so that integers order as
+floats do, and the complement of its id in the low bits. The maximum is then the best
+token with ties resolved, and the k best tokens are k maxima. (`tl.topk` is slower: its
+sorting network moves whole blocks through shared memory in every stage.)
 
-Numerics: fp32. A row with a NaN has NaN log-probabilities and no meaningful ids, like
-a row that is -inf throughout.
+Numerics: fp32. A row with a NaN, or of -inf only, has NaN log-probabilities and
+meaningless ids.
 Tested on: Triton's interpreter; compiled for sm_90, sm_100 and gfx942.
 """
 
@@ -49,12 +49,12 @@ _FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class TopKRows(NamedTuple):
-    """A teacher for M rows.
+    """Teacher of M rows.
 
     Attributes:
         ids: int32 [M, k], likeliest first.
         logprobs: fp32 [M, k].
-        tail_logprob: fp32 [M], log of the mass outside the list; -inf if none is left.
+        tail_logprob: fp32 [M], log of the mass outside the list; -inf if it is 0.
     """
 
     ids: Tensor
@@ -65,7 +65,7 @@ class TopKRows(NamedTuple):
 def topk_teacher_reference(logits: Tensor, k: int) -> TopKRows:
     wide = logits.float()
     ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    # In fp64: how a CPU adds a long row in fp32 depends on its vectors.
+    # In fp64, because a CPU's fp32 sum of a long row depends on its vector width.
     top = torch.log_softmax(wide.double(), dim=-1).gather(-1, ids)
     tail = torch.log1p(-top.exp().sum(dim=-1).clamp(max=1.0))
     return TopKRows(ids.to(torch.int32), top.float(), tail.float())
@@ -110,7 +110,7 @@ def _split_kernel(
 
 @triton.jit
 def _floor_kernel(groups, floors, k, count, GROUPS: tl.constexpr):
-    # One program per row: the k-th best group, or nothing if there are fewer.
+    # One program per row: the k-th best group, or `_EMPTY` if there are fewer.
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, GROUPS)
     key = tl.load(groups + row * count + number, mask=number < count, other=_EMPTY)
@@ -131,7 +131,7 @@ def _list_kernel(
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    # One program per row and run of BLOCK tokens: its best ones, down to the floor.
+    # One program per row and run of BLOCK tokens: its best tokens above the floor.
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     ids = split * BLOCK + tl.arange(0, BLOCK)
@@ -192,10 +192,10 @@ def _merge_kernel(
 
 
 class TopKWorkspace:
-    """Memory that `topk_teacher` works in, for a caller that allocates nothing later.
+    """Preallocated memory of `topk_teacher`.
 
     Args:
-        k: Tokens listed, of every call, at most V.
+        k: Tokens listed by every call, at most V.
     """
 
     def __init__(self, max_rows: int, vocab: int, k: int, device: torch.device) -> None:
@@ -215,21 +215,21 @@ class TopKWorkspace:
 def topk_teacher(
     logits: Tensor, k: int, workspace: TopKWorkspace | None = None
 ) -> TopKRows:
-    """The k likeliest tokens of each row, their log-probabilities and the tail.
+    """Return the k likeliest tokens of each row, their log-probabilities and the tail.
 
     Args:
-        logits: [M, V], bfloat16, float16 or float32; rows may be strided. V up to
-            2**20 in the kernels (the reference runs above).
-        k: Tokens listed, at least 1; V of them if there are fewer. Up to 64 in the
-            kernels (the reference runs above).
-        workspace: Of this V and k: the kernels work in it, and what is returned are
-            views of it, good until the next call. None allocates.
+        logits: [M, V], bfloat16, float16 or float32; rows may be strided. The reference
+            is used for V above 2**20.
+        k: Tokens listed, at least 1, limited to V. The reference is used for k above
+            64.
+        workspace: Memory for this V and k. The result consists of views of it, valid
+            until the next call. None allocates.
 
     Returns:
-        A `TopKRows`; k becomes min(k, V).
+        A `TopKRows` with min(k, V) tokens.
 
     Raises:
-        ValueError: A shape, dtype or k is not as above.
+        ValueError: A shape, dtype or k is wrong.
     """
     if (
         logits.ndim != 2
@@ -238,7 +238,7 @@ def topk_teacher(
         or (logits.stride(1) != 1 and logits.shape[1] > 1)
     ):
         raise ValueError(
-            "logits must be floats [M, V] with V at least 1, neighbours in memory, not "
+            "logits must be floats [M, V] with V at least 1 and contiguous rows, not "
             f"{logits.dtype} {list(logits.shape)}."
         )
     if k < 1:
@@ -263,7 +263,7 @@ def topk_teacher(
     keys, tops, sums = workspace.keys, workspace.tops, workspace.sums
     stride, warps = logits.stride(0), _num_warps(block)
     groups = _groups(vocab, k)
-    firsts = keys if k == 1 else workspace.groups  # of one token the group is the list
+    firsts = keys if k == 1 else workspace.groups  # for k = 1 a group is the list
     _split_kernel[(rows, splits)](
         logits,
         stride,
@@ -321,19 +321,19 @@ def _block(vocab: int) -> int:
 
 
 def _groups(vocab: int, k: int) -> int:
-    """Groups of a split: of all splits at least 512, or one for each token."""
+    """Return groups per split: at least 512 over all splits, or one per token."""
     block = _block(vocab)
     most = power_of_two(cdiv(MIN_GROUPS, cdiv(vocab, block)))
     return 1 if k == 1 else min(block, most)
 
 
 def _num_warps(size: int) -> int:
-    """At least 16 elements for each of 32 threads, so that registers suffice."""
+    """Return warps for at least 16 elements per thread of 32, within the registers."""
     return max(1, min(8, size // 512))
 
 
 def variants() -> list[Variant]:
-    """What `compile_all` compiles: V of 32k and less, 128k, 256k; k = 64."""
+    """Return the variants for `compile_all`: V up to 32k, 128k, 256k; k = 64."""
     sums = {"tops": "*fp32", "sums": "*fp32"}
     sizes = {"k": "i32", "splits": "i32"}
     outs = {"out_ids": "*i32", "out_logprobs": "*fp32", "out_tail": "*fp32"}

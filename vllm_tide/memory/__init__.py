@@ -1,1 +1,1 @@
-"""Drafts from a request's own text: an index of its n-grams, and who was right."""
+"""Drafts by prompt lookup: an n-gram index per request, and acceptance by source."""

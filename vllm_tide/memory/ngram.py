@@ -1,9 +1,9 @@
 """N-gram index of each running request's own tokens (prompt-lookup decoding).
 
-For each request and order m a hash table holds where the m-gram of that hash ended
-last. A hit is compared with the text before it is used, so a collision, or an entry of
-the slot's former request, can hide an occurrence but never make one up; and what is
-compared or proposed lies in front of the end of the request's own text.
+For each request and order m a hash table stores the last end of the m-gram with a given
+hash. A hit is compared with the text before use. So a collision, or an entry of the
+slot's former request, can hide an occurrence but not produce a false one. Compared and
+proposed tokens are before the end of the request's own text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from vllm_tide._shm import ngram_propose
 
 ORDERS = (8, 5, 3)
-"""Lengths of the grams that are looked up, the longest that occurred before wins
-(`csrc/ngram.h` has them too)."""
+"""Lengths of the looked-up n-grams; the longest that occurred before is used. Equal to
+those of `csrc/ngram.h`."""
 MOST_MATCH = 16
-"""A hit is extended backwards to this many tokens: how long a match counts."""
+"""Limit of the match length: a hit is extended backwards to this many tokens."""
 CHUNK = 4096
-"""Tokens that a step adds to the tables, at most: long prompts take several steps, in
-which the grams of their beginnings are already found. The first requests come first."""
-_MOST_BITS = 17  # of a table: 1.5 MiB a slot, touched when the slot is used
+"""Most tokens indexed per step, in the order of the requests. A long prompt is indexed
+from its start over several steps."""
+_MOST_BITS = 17  # of a table: 1.5 MiB per slot, allocated lazily by the kernel
 _LONGEST = max(ORDERS)
 # Odd 64-bit factors: the hash of a gram is the high bits of their sum of products.
 _RANDOM = np.random.default_rng(0)
@@ -31,13 +31,13 @@ _FACTORS = _RANDOM.integers(1 << 64, size=_LONGEST, dtype=np.uint64) | np.uint64
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens of the requests of a step: those of a table, then this step's.
+    """Tokens of the requests of a step: those in a table, then this step's.
 
     Attributes:
         table: int [>= n, longest], row i of request i; read up to `known[i]` only.
         known: int64 [n], tokens in the table.
         new: int64 [n, w], this step's tokens.
-        count: int64 [n], how many of them there are.
+        count: int64 [n], number of this step's tokens.
     """
 
     table: np.ndarray
@@ -47,18 +47,18 @@ class Text:
 
     @property
     def length(self) -> np.ndarray:
-        """int64 [n], tokens of each request."""
+        """Tokens of each request, int64 [n]."""
         return np.asarray(self.known + self.count)
 
 
 class NgramIndex:
-    """Proposes what followed the latest occurrence of a request's last tokens."""
+    """Proposals: the tokens after the last occurrence of a request's latest tokens."""
 
     def __init__(self, capacity: int, longest: int, most: int) -> None:
         self._bits = min(max(longest, 128).bit_length() + 1, _MOST_BITS)
         # End (exclusive) of the last gram of each hash, by order; 0 is none.
         self._last = np.zeros(len(ORDERS) * capacity << self._bits, np.int32)
-        # A text begins after as many places as a look back may pass its beginning.
+        # Padding of `MOST_MATCH` before a text, for backward extension of matches.
         self._width = longest + most + MOST_MATCH
         self._tokens = np.zeros(capacity * self._width, np.int32)
         self._length = np.zeros(capacity, np.int64)
@@ -66,7 +66,7 @@ class NgramIndex:
         self._most = most
 
     def begin(self, slot: int) -> None:
-        """Another request has the slot: nothing of the former one is left."""
+        """Clear a slot for another request."""
         if self._length[slot]:
             last = self._last.reshape(len(ORDERS), -1)
             last[:, slot << self._bits : (slot + 1) << self._bits] = 0
@@ -74,21 +74,21 @@ class NgramIndex:
             self._indexed[slot] = self._length[slot] = 0
 
     def propose(self, slots: np.ndarray, text: Text) -> tuple[np.ndarray, np.ndarray]:
-        """Index what is new of each text, and look its end up.
+        """Index the new tokens of each text, and look up its end.
 
-        What was proposed is followed over the end of the text, as in LZ77: a text that
-        repeats with a period below K is continued so.
+        A proposal may continue beyond the end of the text, as in LZ77: a text that
+        repeats with a period below K is continued periodically.
 
         Args:
-            slots: int64 [n], each at most once.
-            text: Of the requests; it only grows between calls.
+            slots: int64 [n], distinct.
+            text: Texts of the requests; they only grow between calls.
 
         Returns:
-            Tokens int64 [n, K], -1 where nothing matches; lengths of the matches
-            int64 [n], 0 or from the least order to `MOST_MATCH`.
+            Tokens int64 [n, K], -1 without a match; lengths of the matches int64 [n],
+            0 or from the smallest order to `MOST_MATCH`.
         """
         width, shape = self._width, (len(slots), self._most)
-        # What the table has of a request, where the slot has another's.
+        # Copy a request's table into a slot with other contents.
         for i in np.flatnonzero(self._length[slots] != text.known).tolist():
             slot, known = int(slots[i]), int(text.known[i])
             begin = slot * width + MOST_MATCH

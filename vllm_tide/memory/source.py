@@ -1,9 +1,9 @@
-"""Proposals from the request's own text, and what each source of drafts was worth.
+"""Proposals of the n-gram memory, and acceptance statistics of each source of drafts.
 
-Every proposal is graded by the tokens that the target then emitted, whether it was
-verified or not: a token is accepted with the probability that the target draws it, so a
-match is a fair sample of acceptance. The draft's tokens are graded alike, by the length
-of the match beside them: where text repeats, drafting is easier too.
+Every proposal is compared with the tokens that the target then emitted, verified or
+not. A token is accepted with the probability that the target samples it, so equality is
+an unbiased label of acceptance. The draft's tokens are labelled in the same way, by the
+length of the match at the same position, because repeated text is easier to draft too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vllm_tide.memory.ngram import NgramIndex, Text
 DRAFT, MEMORY = 0, 1
 """Sources of drafts."""
 MATCHES = (3, 4, 5, 8, 16)
-"""Lengths of a match at which the next bucket begins; bucket 0 is no match."""
-PRIOR = np.array([0.6, 0.4])  # acceptance of a token that nothing is known of
-SHRINK = 8.0  # tokens of evidence that the rest is worth: buckets, depths
+"""Match lengths at which the next bucket begins; bucket 0 is no match."""
+PRIOR = np.array([0.6, 0.4])  # prior acceptance of a token, by source
+SHRINK = 8.0  # prior weight (tokens) for shrinking depths to buckets, these to `PRIOR`
 _SPREAD = 1.0  # standard deviation between requests, log-odds
-_GROWTH = 32  # a table is made anew with every 32nd part of the evidence
-SWAP_KEEP = 0.2  # share of the evidence that a new draft inherits
+_GROWTH = 32  # recompute a table when 1/32 of its counts are new
+SWAP_KEEP = 0.2  # share of the counts that a new draft inherits
 
 
 class SourceRecord:
-    """Acceptance of each source by match and depth, and how easy a request is.
+    """Acceptance of each source by match length, depth and request.
 
-    Counts per (source, bucket, depth) that decay by half each `HALF_LIFE_TOKENS`, Beta
-    means shrunk to the bucket and that to a prior; a level per request in log-odds.
+    Counts per (source, bucket, depth) with half-life `HALF_LIFE_TOKENS`; Beta means
+    shrunk to the bucket's, and that to a prior; a random intercept of each request.
     """
 
     def __init__(self, capacity: int, most: int) -> None:
@@ -37,16 +37,16 @@ class SourceRecord:
         self._counts = np.zeros((2, 2, len(MATCHES) + 1, most))
         self._levels = [RequestIntercepts(capacity, _SPREAD) for _ in PRIOR]
         self._logits = [self._table(source) for source in (DRAFT, MEMORY)]
-        self._fresh = [0, 0]  # labels since the table was made
+        self._fresh = [0, 0]  # labels since the table was computed
         self._depth = np.arange(most)
 
     def begin(self, slot: int) -> None:
-        """Another request has the slot."""
+        """Clear a slot for another request."""
         for level in self._levels:
             level.add(slot)
 
     def draft_swapped(self) -> None:
-        """The draft has new weights: keep little of what was learnt about the old."""
+        """Discount the statistics of the old draft after a swap."""
         self._counts[DRAFT] *= SWAP_KEEP
         self._levels[DRAFT].reset()
         self._logits[DRAFT] = self._table(DRAFT)
@@ -59,12 +59,12 @@ class SourceRecord:
         judged: np.ndarray,
         right: np.ndarray,
     ) -> None:
-        """Take a step's outcome.
+        """Update the statistics with a step's labels.
 
         Args:
-            slots, bucket: int64 [n], each slot at most once.
-            judged: int64 [n], tokens up to the first that was wrong or is not known.
-            right: int64 [n], how many of them were right.
+            slots, bucket: int64 [n], distinct slots.
+            judged: int64 [n], labelled tokens: up to the first mismatch.
+            right: int64 [n], accepted tokens among them.
         """
         if not judged.all():
             rows = judged > 0
@@ -76,8 +76,8 @@ class SourceRecord:
         counts, chance = self._counts[source], self._chance(source, slots, bucket)
         labels, hits = (self._depth < n[:, None] for n in (judged, right))
         expected, weight = chance * labels, chance * (1.0 - chance) * labels
-        surprise = right - expected.sum(axis=1)
-        self._levels[source].learn(slots, surprise, weight.sum(axis=1))
+        residual = right - expected.sum(axis=1)
+        self._levels[source].learn(slots, residual, weight.sum(axis=1))
         cell = bucket[:, None] * len(self._depth) + self._depth
         counts *= 0.5 ** (int(judged.sum()) / HALF_LIFE_TOKENS)
         for total, mask in zip(counts, (labels, hits), strict=True):
@@ -89,7 +89,7 @@ class SourceRecord:
     def survival(
         self, source: int, slots: np.ndarray, bucket: np.ndarray
     ) -> np.ndarray:
-        """Chance that token j and all before it are accepted, float32 [K, n]."""
+        """Return the probability that tokens 0 to j are accepted, float32 [K, n]."""
         chance = self._chance(source, slots, bucket)
         return np.cumprod(chance, axis=1).T.astype(np.float32)
 
@@ -99,7 +99,7 @@ class SourceRecord:
         return np.asarray(1.0 / (1.0 + np.exp(-logit)))
 
     def _table(self, source: int) -> np.ndarray:
-        """Log-odds of acceptance, float64 [bucket, depth]."""
+        """Compute the log-odds of acceptance, float64 [bucket, depth]."""
         tries, hits = self._counts[source]
         mean = hits.sum(axis=1) + SHRINK * PRIOR[source]
         mean = (mean / (tries.sum(axis=1) + SHRINK))[:, None]
@@ -108,23 +108,23 @@ class SourceRecord:
 
 
 class Memory:
-    """The memory of all running requests.
+    """The n-gram memory of all running requests.
 
     Attributes:
-        record: What the sources were worth.
+        record: Acceptance statistics of the sources.
     """
 
     def __init__(self, capacity: int, longest: int, most: int) -> None:
         self.record = SourceRecord(capacity, most)
         self.index = NgramIndex(capacity, longest, most)
-        # What was proposed last, by [source, slot], and the text's length then.
+        # Last proposals by [source, slot], and the text's length at that time.
         self._tokens = np.full((2, capacity, most), -1)
         self._bucket = np.zeros(capacity, np.int64)
         self._at = np.zeros(capacity, np.int64)
         self._has_drafts = False
 
     def begin(self, slot: int) -> None:
-        """Another request has the slot: nothing of the former one is left."""
+        """Clear a slot for another request."""
         self.record.begin(slot)
         self.index.begin(slot)
         self._tokens[:, slot], self._at[slot] = -1, 0
@@ -132,15 +132,15 @@ class Memory:
     def recall(
         self, slots: np.ndarray, text: Text, caps: np.ndarray, *, counts: bool = True
     ) -> tuple[np.ndarray, Proposals] | None:
-        """Grade the last proposals, and make others.
+        """Update the statistics with the last proposals, and make new ones.
 
         Args:
             slots: int64 [n].
             caps: int64 [n], most draft tokens of each request.
-            counts: Say what the draft's tokens are worth too.
+            counts: Whether to estimate the acceptance of the draft's tokens too.
 
         Returns:
-            Tokens int64 [n, K] and their worth; None if nothing is proposed.
+            Tokens int64 [n, K] and survival probabilities; None without a proposal.
         """
         self._grade(slots, text)
         tokens, match = self.index.propose(slots, text)
@@ -159,7 +159,7 @@ class Memory:
         return tokens, Proposals(survival, drafted)
 
     def drafted(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Have the draft's tokens of this step graded too.
+        """Store the draft's tokens of this step for `_grade`.
 
         Args:
             slots: int64 [n].
@@ -170,7 +170,7 @@ class Memory:
         self._has_drafts = True
 
     def _grade(self, slots: np.ndarray, text: Text) -> None:
-        """Compare what was proposed at the end of the last step with what came."""
+        """Compare the proposals of the last step with the emitted tokens."""
         follows = (self._at[slots] == text.known) & (text.count > 0)
         most = self._tokens.shape[2]
         known = np.minimum(text.count, most) * follows
@@ -180,7 +180,7 @@ class Memory:
         for source in sources:
             tokens = self._tokens[source, slots]
             same = tokens[:, :width] == text.new[:, :width]
-            # A token that does not exist is -1, as is one that did not come.
+            # Missing proposals and missing emitted tokens are both -1.
             right = np.logical_and.accumulate(same, axis=1).sum(axis=1)
             right = np.minimum(right, known)
             judged = np.minimum(np.minimum(right + 1, known), (tokens >= 0).sum(axis=1))

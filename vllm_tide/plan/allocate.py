@@ -1,4 +1,4 @@
-"""The best accelerators to train on, by enumeration."""
+"""Enumeration of allocations of accelerators to training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import product
 
 from vllm_tide.plan.throughput import Case
 
-_COMBINATIONS = 8192  # of whole instances, at most
+_COMBINATIONS = 8192  # maximum number of allocations of whole instances
 _SHARES = 64
-_NOT_WORTH_IT = 1.005  # a smaller gain in throughput is not worth a trainer
+_MIN_GAIN = 1.005  # minimum gain in throughput that justifies a trainer
 
 Allocation = tuple[float, ...]
 
@@ -20,8 +20,8 @@ class Row:
     """One way to run the cluster.
 
     Attributes:
-        training: Accelerators of each class that train; None: no class can.
-        tokens_per_s: Mean, at most the demand.
+        training: Training accelerators of each class; None: no class can train.
+        tokens_per_s: Mean rate, at most the demand.
     """
 
     name: str
@@ -40,7 +40,7 @@ TIDE = DEDICATED, SHARE, SWITCHING
 
 
 def rows(case: Case) -> list[Row]:
-    """Return every way to run the cluster, each with its best allocation."""
+    """Return all ways to run the cluster with their best allocations."""
     nothing = (0.0,) * len(case.classes)
     compared = [
         Row(NONE, nothing, min(case.plain, case.demand)),
@@ -58,18 +58,18 @@ def rows(case: Case) -> list[Row]:
 
 
 def best_of(compared: list[Row]) -> Row:
-    """Return the row that serves most; the simpler one if the gain is negligible."""
+    """Return the row with the highest rate; a simpler one if the gain is negligible."""
     best = compared[0]
     for row in compared[1:]:
-        if row.tokens_per_s > best.tokens_per_s * _NOT_WORTH_IT:
+        if row.tokens_per_s > best.tokens_per_s * _MIN_GAIN:
             best = row
     return best
 
 
 def best_whole(case: Case, value: Callable[[Allocation], float]) -> Allocation | None:
-    """Return the best allocation of whole instances, of which some train, some serve.
+    """Return the best allocation of whole instances to training and serving.
 
-    Of large counts some numbers are tried, small ones more densely.
+    For large counts only some numbers are tried, small ones more densely.
     """
     able = sum(group.trains > 0 for group in case.classes)
     places = int(_COMBINATIONS ** (1 / max(able, 1)))

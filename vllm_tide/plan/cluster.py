@@ -27,7 +27,7 @@ class _Strict(BaseModel):
 
 
 class ClassFile(_Strict):
-    """One class of accelerator; rates and the price are those of one accelerator."""
+    """One class of accelerators; rates and price are per accelerator."""
 
     name: Annotated[str, Field(pattern=PRINTABLE)]
     count: Annotated[Whole, Field(ge=0, le=100_000)]
@@ -39,7 +39,7 @@ class ClassFile(_Strict):
 
 
 class DraftFile(_Strict):
-    """Acceptance length before and after learning, its pace, cost of a verify step."""
+    """Acceptance length before and after training, its rate, cost of a verify step."""
 
     length_before: Length
     length_after: Length
@@ -69,7 +69,7 @@ class ClusterFile(_Strict):
     switch_seconds: Seconds = 300.0
 
     def case(self) -> Case:
-        """Return the numbers as the formulas take them."""
+        """Return the input of the formulas."""
         draft, workload = self.draft, self.workload
         return Case(
             classes=tuple(
@@ -133,7 +133,7 @@ def read_cluster(path: Path) -> ClusterFile:
     """Read and check a cluster file.
 
     Raises:
-        ConfigError: A line for each mistake.
+        ConfigError: One line per mistake.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -147,6 +147,6 @@ def read_cluster(path: Path) -> ClusterFile:
         lines = (f"{path}: {sentence.removeprefix(': ')}" for sentence in sentences)
         raise ConfigError("\n".join(lines)) from None
     if all(g.count * g.serve_tokens_per_s < 1e-6 for g in file.classes):
-        reason = "none serves; one needs a count and serve_tokens_per_s above 0."
+        reason = "none can serve; set count and serve_tokens_per_s of one above 0."
         raise ConfigError(f"{path}: classes: {reason}")
     return file

@@ -1,9 +1,9 @@
-"""What the TIDE paper (arXiv 2602.05145) measured of accelerators and says of plans.
+"""Measurements and plans of the TIDE paper (arXiv 2602.05145), for a check.
 
 Relative rates per GPU, MI250 = 1 (figure 11): gpt-oss-120b served by SGLang without
-speculation, and an EAGLE-3 draft trained by PyTorch. Its figures 10 and 12 show the
-throughput of some serving at a speed-up of s while others train, over all serving
-without speculation: s times the share of what the servers serve.
+speculation, and an EAGLE-3 draft trained by PyTorch. Figures 10 and 12 show the
+throughput of some GPUs serving at a speed-up s while others train, over all serving
+without speculation: s times the share of the serving GPUs' rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WITHIN = 0.012
 
 @dataclass(frozen=True)
 class Published:
-    """A bar of a figure: one class serves, one trains."""
+    """A bar of a figure: one class serves, another trains."""
 
     figure: str
     serving: tuple[str, int]
@@ -29,7 +29,7 @@ class Published:
     value: float
 
     def computed(self) -> float:
-        """Return the same by this package's formulas."""
+        """Return the value from this package's formulas."""
         speed = SpeedUp.of_step_cost(1.0)
         groups = self.serving, self.training
         classes = tuple(
@@ -50,7 +50,7 @@ PRINTED = (
 
 
 def check() -> Iterator[tuple[Published, float, bool]]:
-    """Yield each printed number, the computed one, and whether they agree."""
+    """Yield each published value, the computed one, and whether they agree."""
     for row in PRINTED:
         computed = row.computed()
         yield row, computed, abs(computed - row.value) <= WITHIN

@@ -11,12 +11,12 @@ from vllm_tide.plan.cluster import ClusterFile
 
 LIMITS = (
     "Mean field: no queues and no latency limits, one kind of shift, no forgetting, "
-    "requests spread over accelerators by what each serves; rates are of one load."
+    "requests are distributed by serving rate; rates are for one load."
 )
 
 
 class Plan:
-    """Every way to run a cluster and which serves most."""
+    """All ways to run a cluster, and the one with the highest rate."""
 
     def __init__(self, file: ClusterFile) -> None:
         self.file = file
@@ -26,7 +26,7 @@ class Plan:
 
     @property
     def train(self) -> bool:
-        """True if training serves more."""
+        """Whether training increases throughput."""
         return self.best.name in TIDE
 
     def to_json(self) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class Plan:
 
 def text(plan: Plan) -> Iterator[str]:
     names = [group.name for group in plan.file.classes]
-    head = ("", "trains", "tokens/s", "vs static", "vs none", "$/Mtok")
-    table: list[tuple[str, ...]] = [head]
+    header = ("", "trains", "tokens/s", "vs static", "vs none", "$/Mtok")
+    table: list[tuple[str, ...]] = [header]
     for row in plan.to_json()["rows"]:
         if row["training"] is None:
             table.append((row["name"], "none can", *["-"] * 4))
@@ -71,12 +71,12 @@ def text(plan: Plan) -> Iterator[str]:
                 "-" if row["usd_per_mtok"] is None else f"{row['usd_per_mtok']:.3f}",
             )
         )
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     for line in table:
         cells = (cell.ljust(w) for cell, w in zip(line, widths, strict=True))
         yield "  ".join(cells).rstrip()
     yield ""
     every = " and ".join(f"{group.count} {group.name}" for group in plan.file.classes)
     verdict = "Train" if plan.train else "Do not train"
-    yield f"{verdict}: {plan.best.name} serves most on {every}."
+    yield f"{verdict}: {plan.best.name} has the highest throughput on {every}."
     yield LIMITS

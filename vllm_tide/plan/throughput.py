@@ -1,12 +1,12 @@
-"""Tokens per second of a cluster that serves, trains, or both: the planner's formulas.
+"""The planner's formulas: tokens per second of a cluster that serves and trains.
 
-After a shift of the workload the acceptance length is that of the draft of before, A0.
-It rises with the tokens that were trained since: A1 - (A1 - A0) exp(-tokens / tau).
-Requests are served S(A) times as fast as without speculation. Shifts come every T
-seconds. Everything below is an integral of S(A(t)), in closed form piece by piece.
+After a shift of the workload the old draft has the acceptance length A0. With the
+tokens trained since, it rises as A1 - (A1 - A0) exp(-tokens / tau). Requests are served
+S(A) times as fast as without speculation. There is a shift every T seconds. All results
+are integrals of S(A(t)), in closed form for each piece.
 
-Mean field: no queues, one kind of shift, no forgetting, and requests that are spread
-over the accelerators by what each of them serves.
+Mean field: no queues, one kind of shift, no forgetting, and requests are distributed
+over the accelerators in proportion to their serving rates.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_GRID = [1.1**i for i in range(37)]  # lengths, to 31; lines between lose 0.06%
+_GRID = [1.1**i for i in range(37)]  # lengths up to 31; interpolation error 0.06%
 
 SATURATED = 3.0
-"""Multiples of tau after which role switching stops training: 95% is learnt."""
+"""Multiples of tau after which switching stops training: 95% of the gain."""
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """Speed of serving over that without speculation, linear between lengths.
+    """Speed of serving over serving without speculation, linear between lengths.
 
     Attributes:
         lengths: Ascending acceptance lengths, at least two.
-        values: At each of them; beyond the ends the lines go on.
+        values: Speed-up at each length; extrapolated linearly beyond the ends.
     """
 
     lengths: tuple[float, ...]
@@ -38,7 +38,7 @@ class SpeedUp:
     def of_step_cost(cls, cost: float, prefill: float = 0.0) -> SpeedUp:
         """Return eq. 5 of the paper: the acceptance length over a verify step's cost.
 
-        At least 1: nothing is drafted where it does not pay.
+        At least 1, as drafting is off where it does not pay.
 
         Args:
             cost: Time of a verify step, drafting included, over a plain decode step.
@@ -60,13 +60,13 @@ class SpeedUp:
 
 @dataclass(frozen=True)
 class Learning:
-    """How a draft learns after a shift.
+    """Learning curve of a draft after a shift.
 
     Attributes:
-        before, after: Acceptance length when a shift comes and when all is learnt.
-            A worse draft is not deployed: `after` counts as at least `before`.
-        tokens: Trained tokens after which 63% is learnt.
-        delay: Seconds from a shift to the first deployment; training goes on in them.
+        before, after: Acceptance length at a shift and after training. A worse draft is
+            not deployed: `after` counts as at least `before`.
+        tokens: Trained tokens after which 63% of the gain is reached.
+        delay: Seconds of training from a shift to the first deployment.
     """
 
     before: float
@@ -79,7 +79,7 @@ class Learning:
         return max(self.before, self.after)
 
     def length(self, tokens: float) -> float:
-        """Return the acceptance length once so many tokens were trained."""
+        """Return the acceptance length after training on `tokens`."""
         gap = self.best - self.before
         return self.best - gap * math.exp(-tokens / self.tokens)
 
@@ -117,12 +117,12 @@ class Learning:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """One class of accelerator.
+    """One class of accelerators.
 
     Attributes:
-        serves: Tokens per second of one, without speculation, at the planned load.
+        serves: Served tokens per second of one, without speculation, at planned load.
         trains: Trained tokens per second of one.
-        step: Accelerators of one instance: as many train or serve together.
+        step: Accelerators per instance, which train or serve together.
     """
 
     name: str
@@ -136,14 +136,14 @@ class Accelerators:
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster in numbers.
+    """Input of the formulas: a cluster and its workload.
 
     Attributes:
         every: Seconds between two shifts.
-        captured: Trained tokens per served token, at most: the share captured, times
-            the passes over it.
-        switch: Seconds in which an accelerator that changes its role does nothing.
-        demand: Tokens per second asked for; inf: more than can be served.
+        captured: Maximum trained tokens per served token: the captured share times the
+            passes over it.
+        switch: Seconds that an accelerator needs to change its role.
+        demand: Requested tokens per second; inf: more than can be served.
     """
 
     classes: tuple[Accelerators, ...]
@@ -160,7 +160,7 @@ class Case:
 
     @property
     def frozen(self) -> float:
-        """The same with the draft of before, which is never trained."""
+        """The same with the old draft, without training."""
         length = self.learning.before
         return math.fsum(c.count * c.serves * c.speed(length) for c in self.classes)
 
@@ -169,24 +169,24 @@ class Case:
         return math.fsum(c.count * c.usd_per_hour for c in self.classes)
 
     def rate(self, training: Sequence[float]) -> float:
-        """Return trained tokens per second: what trainers can, and what is captured."""
-        can = math.fsum(
+        """Return trained tokens per second, limited by trainers and by capture."""
+        capacity = math.fsum(
             x * c.trains for x, c in zip(training, self.classes, strict=True)
         )
-        # At least: by the draft of before.
+        # Lower bound: served with the old draft.
         before = self.learning.before
         served = math.fsum(
             (c.count - x) * c.serves * c.speed(before)
             for x, c in zip(training, self.classes, strict=True)
         )
-        return min(can, self.captured * min(served, self.demand))
+        return min(capacity, self.captured * min(served, self.demand))
 
     def tokens(self, training: Sequence[float], seconds: float) -> float:
         """Return tokens served in the first seconds after a shift.
 
         Args:
-            training: Accelerators of each class that always train; a fraction is a
-                share of one's time.
+            training: Permanently training accelerators of each class; a fraction is
+                a time share of one.
         """
         rate = self.rate(training)
         return math.fsum(
@@ -198,7 +198,7 @@ class Case:
         return self.tokens(training, self.every) / self.every
 
     def switched_tokens(self, training: Sequence[float], seconds: float) -> float:
-        """Return `tokens` where accelerators serve again once the draft has learnt."""
+        """Return `tokens` if trainers serve again after training."""
         learning, rate = self.learning, self.rate(training)
         if rate <= 0:
             return self.tokens(training, seconds)

@@ -1,1 +1,1 @@
-"""The trainer's process: drains engines, trains, deploys, reports."""
+"""The trainer process: reads records, trains, deploys drafts and reports."""

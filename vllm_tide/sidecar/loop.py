@@ -1,8 +1,8 @@
-"""The trainer's loop: drain the engines, train when it helps, deploy what is better.
+"""The trainer's loop: read records, train when it is useful, deploy better drafts.
 
-Never blocks an engine: it only reads rings and writes weights slots of its own. They
-are drained after every optimizer step and evaluation batch, so none fills during a
-cycle. One engine's end is not the others' business; the last one's ends the process.
+It never blocks an engine: it only reads rings and writes free weights slots. It drains
+the rings after every optimizer step and evaluation batch, so none fills up in a cycle.
+The process exits when the last engine has left.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.metrics import finite
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.tracing import open_tracing
-from vllm_tide.train import checkpoint
+from vllm_tide.train import checkpoint, gpu
 from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
-from vllm_tide.train.gpu import Shortage, claim, lacks_memory, no_memory, with_share
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
-from vllm_tide.transport.process import be_nice
+from vllm_tide.transport.process import renice
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest, announce_trainer
-from vllm_tide.transport.rendezvous import lasting_folder, state_dirs
+from vllm_tide.transport.rendezvous import durable_folder, state_dirs
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 
@@ -54,8 +53,8 @@ logger = logging.getLogger("vllm_tide.train")
 IDLE_SLEEP_S = 0.05
 PURGE_PERIOD_S = 1.0
 BATCH, LIMIT_S = 256, 2.0
-TURN_ROWS = 8192
-"""Rows per turn of all engines: what makes their shares fair when all have more."""
+ROWS_PER_READ = 8192
+"""Maximum rows per read; many per engine, so that all get fair shares."""
 COMMANDS = ("status", "pause", "resume", "rollback")
 
 
@@ -63,14 +62,14 @@ class Sidecar:
     """One trainer and its engines.
 
     Args:
-        feeds: At least one engine has joined.
-        config: Overrides the engine's `tide` section when given.
-        ranks: Other ranks that train with this one; this is their leader.
+        feeds: Feeds with at least one engine.
+        config: Replaces the engine's `tide` section if given.
+        ranks: Other training ranks; this process is their leader.
 
     Raises:
         TransportError: An engine cannot be reached.
-        DraftError: Draft, target and capture do not fit together.
-        ConfigError: The manifest's `tide` section is wrong.
+        DraftError: Draft, target and capture do not match.
+        ConfigError: The manifest's `tide` section is invalid.
     """
 
     def __init__(
@@ -84,9 +83,10 @@ class Sidecar:
             self._open(feeds, run_dir, config, ranks)
         except BaseException as error:
             feeds.close()
-            if lacks_memory(error):
-                said = no_memory(self.config.device, "the draft and the target's rows")
-                raise DraftError(said) from error
+            if gpu.is_out_of_memory(error):
+                what = "the draft and the target's rows"
+                message = gpu.memory_message(self.config.device, what)
+                raise DraftError(message) from error
             raise
 
     def _open(
@@ -103,11 +103,11 @@ class Sidecar:
         self._run_dir = run_dir
         self.tide = config or parse_tide(self.manifest.tide)
         self.config = self.tide.train
-        self.config = with_share(self.config, self.manifest.gpu_uuid)
+        self.config = gpu.with_gpu_share(self.config, self.manifest.gpu_uuid)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
-        kept = state_dirs(run_dir) or [self.config.state_dir]
-        self._files = announce_trainer(lasting_folder(run_dir, each) for each in kept)
+        folders = state_dirs(run_dir) or [self.config.state_dir]
+        self._files = announce_trainer(durable_folder(run_dir, d) for d in folders)
         self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
         self.stopping = self._purge_waits = False
         self._trained_s = 0.0
@@ -118,8 +118,8 @@ class Sidecar:
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
-        self._pause = Switch(run_dir, PAUSED, self.config.state_dir, *kept)
-        self._shortage = Shortage(self.config)
+        self._pause = Switch(run_dir, PAUSED, self.config.state_dir, *folders)
+        self._memory_backoff = gpu.MemoryBackoff(self.config)
         self._set_collect()
         self._emptied = False
         fingerprint = store_fingerprint(
@@ -142,7 +142,7 @@ class Sidecar:
         self._admin = AdminSocket(run_dir)
 
     def stop(self) -> None:
-        """Makes the loop end after the current step."""
+        """Request the loop to end after the current step."""
         self.stopping = True
 
     @property
@@ -151,12 +151,12 @@ class Sidecar:
 
     @property
     def training_seconds(self) -> float:
-        """Time in training cycles, the one that runs included (s)."""
+        """Time in training cycles, including the current one (s)."""
         began = self._cycle_began
         return self._trained_s + (0.0 if began is None else time.monotonic() - began)
 
     def run(self, *, once: bool = False) -> str:
-        """Works until stopped or alone, `once` for a cycle; returns the last state."""
+        """Run until stopped or no engine is left, or `once` for one cycle."""
         try:
             while self._tick():
                 if once and self._pause.on:
@@ -167,7 +167,7 @@ class Sidecar:
                     continue
                 self.status.state = "training"
                 self._train()
-                if once and not self._pause.on:  # a pause ends a cycle half-way
+                if once and not self._pause.on:  # a pause interrupts a cycle
                     break
         finally:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"
@@ -182,7 +182,7 @@ class Sidecar:
         return self.status.state
 
     def _tick(self) -> bool:
-        """Everything that must not wait for the end of a cycle."""
+        """Do all work that must not wait for the end of a cycle."""
         now = time.monotonic()
         changes = self.feeds.poll()
         for engine in changes.joined:
@@ -199,17 +199,17 @@ class Sidecar:
         self.deployment.tick()
         self.fast.tick(now, paused=self._pause.on)
         self.trainer.stepper.idle()
-        self._forget(now)
-        self._admin.poll(self.carry_out)
+        self._handle_purges(now)
+        self._admin.poll(self.execute)
         self._update_status()
         return not self.stopping and len(self.feeds) > 0
 
     def _drain(self, now: float) -> Iterator[ServedRequest]:
-        """Takes what the engines sent, for at most `LIMIT_S`; yields ended requests."""
+        """Process records for at most `LIMIT_S`; yield finished requests."""
         until = time.monotonic() + LIMIT_S
         self._emptied = False
         while time.monotonic() < until:
-            taken = self.feeds.read(BATCH, TURN_ROWS)
+            taken = self.feeds.read(BATCH, ROWS_PER_READ)
             if not taken:
                 self._emptied = True
                 break
@@ -225,20 +225,20 @@ class Sidecar:
         yield from self._served.flush_idle(now)
         self.trainer.flush_idle(now)
 
-    def carry_out(self, request: dict[str, Any]) -> Answer:
-        """Carries a command of the operator out, between two steps; its answer."""
-        what = request["do"]
-        if what == "status":
+    def execute(self, request: dict[str, Any]) -> Answer:
+        """Execute an operator's command between two steps; return the answer."""
+        command = request["do"]
+        if command == "status":
             return {"ok": True, "status": finite(asdict(self.status))}
-        if what in ("pause", "resume"):
-            return self._set_pause(what == "pause")
-        if what == "rollback":
+        if command in ("pause", "resume"):
+            return self._set_pause(command == "pause")
+        if command == "rollback":
             try:
-                return {"ok": True, **self.deployment.go_back("ordered")}
+                return {"ok": True, **self.deployment.rollback("ordered")}
             except TransportError as error:
                 return {"ok": False, "error": str(error)}
-        said = f"{what!r} is no order; give one of {', '.join(COMMANDS)}"
-        return {"ok": False, "error": said}
+        error = f"unknown command {command!r}; use one of {', '.join(COMMANDS)}"
+        return {"ok": False, "error": error}
 
     def _set_pause(self, on: bool) -> Answer:
         was = self._pause.on
@@ -258,8 +258,8 @@ class Sidecar:
         self.deployment.observe(request)
 
     def _set_collect(self) -> None:
-        wanted = Collect.FULL if self.schedule.collecting else Collect.METADATA
-        self.feeds.set_collect(Collect.NOTHING if self._pause.on else wanted)
+        mode = Collect.FULL if self.schedule.collecting else Collect.METADATA
+        self.feeds.set_collect(Collect.NOTHING if self._pause.on else mode)
 
     def _collect_changed(self) -> None:
         self._set_collect()
@@ -267,7 +267,7 @@ class Sidecar:
             self.report.add("pause", reason=self.schedule.reason)
 
     def _may_train(self) -> bool:
-        if self._pause.on or self._shortage.resting(time.monotonic()):
+        if self._pause.on or self._memory_backoff.is_paused(time.monotonic()):
             return False
         buffer = self.trainer.buffer
         enough = self.schedule.should_train(buffer.new_tokens)
@@ -279,14 +279,14 @@ class Sidecar:
         result = self.trainer.train_cycle(self._tick_in_cycle)
         now = time.monotonic()
         seconds = now - began
-        self._shortage.cycle_done(self.trainer.out_of_memory > before, now)
+        self._memory_backoff.cycle_done(self.trainer.out_of_memory > before, now)
         self._trained_s, self._cycle_began = self._trained_s + seconds, None
         self._finish_cycle(result, seconds, time.process_time() - cpu)
 
     def _tick_in_cycle(self) -> bool:
-        """True if the cycle goes on: a pause ends it, and so does a purge.
+        """Return whether the cycle continues; a pause or a purge ends it.
 
-        A cycle holds documents that it judges, also those that the buffer has let go.
+        A cycle has references to samples that the buffer has already removed.
         """
         return self._tick() and not self._pause.on and not self._purge_waits
 
@@ -328,8 +328,8 @@ class Sidecar:
             self._save_checkpoint()
         self._update_status(force=True)
 
-    def _forget(self, now: float) -> None:
-        """What is too old, and what somebody asks for."""
+    def _handle_purges(self, now: float) -> None:
+        """Remove expired data and answer purge requests."""
         if now < self._next_purge:
             return
         self._next_purge = now + PURGE_PERIOD_S
@@ -337,7 +337,7 @@ class Sidecar:
         pending = self._purges.pending()
         self._purge_waits = bool(pending) and self._cycle_began is not None
         if self._purge_waits:
-            self._next_purge = now  # at once when the cycle has ended
+            self._next_purge = now  # immediately after the cycle
         else:
             self._answer(pending, now)
 
@@ -345,10 +345,10 @@ class Sidecar:
         for request in pending:
             for served in self._drain(now):
                 self._observe(served, now)
-            if not self._emptied:  # what is asked about may still be in there
+            if not self._emptied:  # the rings may still contain purged rows
                 return
             self.fast.drop("purged")
-            self.fast.tick(now, paused=True)  # the base goes out before the answer
+            self.fast.tick(now, paused=True)  # send the base before the answer
             counts = self.trainer.purge(request.tenant)
             counts["fetched_records"] = self.feeds.purge(request.tenant)
             counts["open_requests"] = self._served.purge(request.tenant)
@@ -362,14 +362,14 @@ class Sidecar:
         draft = load_draft(draft_path, target, frozenset(manifest.shared))
         if target.hidden_size != manifest.hidden_size:
             raise DraftError(
-                f"target: hidden size {target.hidden_size} is not the engine's "
+                f"target: hidden size {target.hidden_size} differs from the engine's "
                 f"{manifest.hidden_size}."
             )
-        got, want = tuple(spec.aux_layer_ids), draft.config.aux_layer_ids
-        if got != want:
+        captured, layers = tuple(spec.aux_layer_ids), draft.config.aux_layer_ids
+        if captured != layers:
             raise DraftError(
-                f"captured layers {got} are not the draft's {want}; training on them "
-                "would give a draft that serves badly."
+                f"captured layers {captured} differ from the draft's {layers}; the "
+                "trained draft would have a low acceptance."
             )
         self._target_path, self._draft_path = target_path, draft_path
         stepper: Stepper
@@ -377,8 +377,8 @@ class Sidecar:
             stepper = OneRank(draft, target, self.config)
         elif ranks.mesh.device_type != target.lm_head.device.type:
             raise DraftError(
-                f"tide.train.device is {self.config.device!r}, but ranks have "
-                f"{ranks.mesh.device_type!r} unless --config says so too."
+                f"tide.train.device is {self.config.device!r}, but the other ranks use "
+                f"{ranks.mesh.device_type!r}; set it for them with --config."
             )
         else:
             setup = setup_of(
@@ -406,17 +406,17 @@ class Sidecar:
         try:
             self.trainer.save(self._checkpoints(), self.deployment.published)
         except OSError as error:
-            logger.error("the checkpoint could not be written: %s", error)
+            logger.error("the checkpoint cannot be written: %s", error)
 
     def _resume(self) -> None:
-        """Go on from a checkpoint that was training from the draft that is live."""
+        """Resume from a checkpoint that was trained from the live draft."""
         path = checkpoint.latest(self._checkpoints())
         if not self.config.checkpoint_cycles or path is None:
             return
         try:
             state, _ = checkpoint.verify(path, self.trainer.draft)
             if state.extra.get("live") != self.trainer.live_digest():
-                logger.info("%s is of another live draft: not resumed", path.name)
+                logger.info("%s belongs to another live draft: not resumed", path.name)
                 return
             self.trainer.load(path)
         except DraftError as error:
@@ -436,8 +436,8 @@ class Sidecar:
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on
         status.schedule = schedule
-        found = self.deployment.snapshot()
-        status.canary, status.engines = found["canary"], found["engines"]
+        snapshot = self.deployment.snapshot()
+        status.canary, status.engines = snapshot["canary"], snapshot["engines"]
         status.feeds = self.feeds.stats()
         status.tenant_keys = sorted(self.feeds.tenant_keys)
         self.report.write(status)
@@ -450,18 +450,18 @@ def describe(sidecar: Sidecar) -> str:
 
 
 def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) -> None:
-    """Device, affinity, niceness, threads and title of this process.
+    """Set device, affinity, niceness, threads and title of this process.
 
-    Several ranks do not `pin` theirs, which torchrun arranges.
+    With several ranks `pin` is False, as torchrun sets the affinity.
 
     Raises:
-        DraftError: A knob cannot be honoured on this machine.
+        DraftError: A setting is not possible on this machine.
     """
-    claim(config.device)
+    gpu.use_device(config.device)
     if pin:
         _pin(config)
     if config.nice:
-        be_nice(config.nice)
+        renice(config.nice)
     with contextlib.suppress(ImportError):
         import setproctitle
 
@@ -471,12 +471,12 @@ def prepare_process(config: TrainConfig, engine_id: str, *, pin: bool = True) ->
 def _pin(config: TrainConfig) -> None:
     allowed = len(os.sched_getaffinity(0))
     if config.cpus is None:
-        # Where we were started; the server leaves out the cores of its engine.
+        # The inherited affinity; the server has excluded the cores of its engine.
         torch.set_num_threads(max(1, allowed // 4))
         return
     try:
         os.sched_setaffinity(0, config.cpus)
-        # Attaching to an engine may already have started threads (checksums of files).
+        # Attaching to an engine may have started threads already (file checksums).
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), config.cpus)

@@ -1,7 +1,7 @@
-"""Reports of a trainer: its status, its events, and its own page of metrics.
+"""Reports of a trainer: status file, event log, and Prometheus metrics.
 
-Serving is seen on the server's `/metrics`, training here (`tide.train.metrics_port`):
-the trainer may be on another host, and outlives servers.
+The server's `/metrics` covers serving; the trainer's (`tide.train.metrics_port`) covers
+training, as the trainer may run on another host and longer than a server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS, finite
 from vllm_tide.tracing import Tracing
 from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.rendezvous import write_private
-from vllm_tide.transport.shm import said
+from vllm_tide.transport.shm import sanitize_for_log
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -41,17 +41,17 @@ logger = logging.getLogger("vllm_tide.train")
 Family = CounterMetricFamily | GaugeMetricFamily
 
 PERIOD_S = 1.0
-"""The status file is written at most this often (s)."""
+"""Minimum interval between writes of the status file (s)."""
 MAX_BYTES = 4 << 20
-"""At this size the older half of the events is dropped."""
+"""Size of the event log (bytes) at which its older half is removed."""
 MAX_CONNECTIONS = 16
-"""Of the metrics' port."""
+"""Maximum concurrent connections of the metrics server."""
 IDLE_S = 10.0
-"""A connection to it that sends nothing for so long (s) is ended."""
+"""Timeout of an idle connection to the metrics server (s)."""
 
 
 def _of(source: str, default: Any = 0) -> Any:
-    """A field that is copied from this attribute of the sidecar."""
+    """Create a field that is copied from this attribute of the sidecar."""
     metadata = {"source": source}
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
@@ -60,22 +60,22 @@ def _of(source: str, default: Any = 0) -> Any:
 
 @dataclass
 class TrainerStatus:
-    """Fields of `trainer-<engine_id>.json`; `metrics.TRAINER` says what most are.
+    """Fields of `trainer-<engine_id>.json`; `metrics.TRAINER` describes most of them.
 
     Attributes:
-        pid: With `start` (clock ticks since boot) and `namespace`, this process.
+        pid: Identifies this process, with `start` (ticks since boot) and `namespace`.
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
-        model_name: Name that the first engine serves the target under.
-        waiting_for: Why a better draft would not be published now, or no cycle begins;
-            empty if it would, and one does.
-        canary: Trial of the newest draft: `speed_before` the swap and `speed_after` it
+        model_name: Served model name of the first engine.
+        waiting_for: Why no draft can be published, or no cycle started, at present;
+            empty if there is no reason.
+        canary: Evaluation of the newest draft: `speed_before` and `speed_after` a swap
             in tokens per step without drafts, `change`, its `error`, `requests`.
-        tenant_keys: Ids of the keys that tenants of its data were named by.
+        tenant_keys: Ids of the keys of the tenant ids in its data.
         engines: Per engine: version published, installed, refused.
         terms: Mean of each loss term over the last step.
         adaptation: Of the fast draft (`tide.test_time.adapt`): `state` "off",
             "waiting", "learning" or "serving", `gain` over its base (tokens per verify
-            step), `steps`, and `requests` it learns from.
+            step), `steps`, and `requests` used for training.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -113,7 +113,7 @@ class TrainerStatus:
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
     adaptation: dict[str, Any] = _of("fast.figures", dict)
-    start: int = field(default_factory=lambda: Holder.me().start)
+    start: int = field(default_factory=lambda: Holder.current().start)
     namespace: int = field(default_factory=pid_namespace)
 
     def copy_from(self, sidecar: Any) -> None:
@@ -123,10 +123,10 @@ class TrainerStatus:
 
 
 class Report:
-    """Writes status file and events, mode 0600; a full disk never stops training.
+    """Writes status file and event log, mode 0600; a full disk never stops training.
 
-    Events are one JSON object a line, of numbers and fixed words only: nothing of any
-    request. With `tracing` every event becomes a span as well.
+    An event is one line of JSON with numbers and fixed strings, without request data.
+    With `tracing`, every event is also a span.
     """
 
     def __init__(
@@ -153,19 +153,19 @@ class Report:
             self.failed_writes += 1
 
     def add(self, event: str, **facts: Any) -> None:
-        """Appends one event.
+        """Append one event.
 
         Args:
             event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
                 joined, left, restored, purge, paused, resumed, adapted or given_back.
-            facts: JSON-able; a number that is not finite becomes null.
+            facts: JSON-serialisable; non-finite numbers become null.
         """
         line = {"unix": round(time.time(), 3), "event": event}
         line |= finite(facts)
         if self._tracing is not None:
             self._tracing.span(event, facts.get("seconds", 0.0), facts)
-        shown = (f"{k}={said(v)}" for k, v in line.items() if k != "unix")
-        logger.info("%s", " ".join(shown))
+        pairs = (f"{k}={sanitize_for_log(v)}" for k, v in line.items() if k != "unix")
+        logger.info("%s", " ".join(pairs))
         try:
             if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:
                 self._halve()
@@ -173,16 +173,15 @@ class Report:
             self.failed_writes += 1
 
     def _append(self, line: bytes) -> int:
-        """Appends a whole line or nothing; the file's size then.
+        """Append a complete line or nothing; return the size of the file.
 
         Raises:
-            OSError: The disk took nothing, or only a part, which is taken back: the
-                next line would be glued to it.
+            OSError: The line was not written; a partial write is truncated again.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # one killed in between
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # a partial line
                 line = b"\n" + line
             if os.write(fd, line) < len(line):
                 os.ftruncate(fd, size)
@@ -197,7 +196,7 @@ class Report:
 
 
 class StatusCollector(Collector):
-    """Turns the current status into metric families when it is scraped."""
+    """Converts the current status to metric families at each scrape."""
 
     def __init__(self, status: Callable[[], TrainerStatus]) -> None:
         self._status = status
@@ -212,7 +211,7 @@ class StatusCollector(Collector):
             family = kind(PREFIX + metric.name, metric.text, labels=labels)
             name, _, key = metric.source.partition(".")
             value = getattr(status, name)
-            if metric.label:  # dictionaries are replaced by the trainer's thread
+            if metric.label:  # copy: the trainer's thread replaces it
                 for label, figures in dict(value).items():
                     family.add_metric([model, label], figures[key])
             else:
@@ -224,32 +223,32 @@ class StatusCollector(Collector):
 
 
 class MetricsHandler(WSGIRequestHandler):
-    """One connection of the metrics' port, which carries one request."""
+    """Handles one connection, with one request, of the metrics server."""
 
     timeout = IDLE_S
 
     def log_message(self, *_: Any) -> None:
-        """Log no request."""
+        """Suppress the log line of a request."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread per connection; of too many the oldest is ended.
+    """Server with a thread per connection that closes the oldest of too many.
 
-    A scrape takes milliseconds, so the oldest is one that holds its connection open.
+    A scrape takes milliseconds, so the oldest connection is an idle one.
     """
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
         self._connections: list[socket.socket] = []
-        # Else an address of IPv6 is refused.
+        # Otherwise IPv6 addresses are rejected.
         (self.address_family, *_), *_ = socket.getaddrinfo(host, port)
         super().__init__((host, port), MetricsHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._connections.append(request)
         if len(self._connections) > MAX_CONNECTIONS:
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # already closed
                 self._connections.pop(0).shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -259,24 +258,24 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that ended in the middle of a request."""
+        """Suppress the traceback of a connection that was closed during a request."""
 
 
 def open_metrics(
     port: int, status: Callable[[], TrainerStatus], host: str = "127.0.0.1"
 ) -> None:
-    """Serves `/metrics` from a daemon thread; port 0 does nothing."""
+    """Serve `/metrics` from a daemon thread; do nothing if the port is 0."""
     if not port:
         return
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)  # memory, core time
+    ProcessCollector(registry=registry)  # memory, CPU time
     registry.register(StatusCollector(status))
     try:
         server = MetricsServer(host, port)
     except OSError as error:
         logger.error(
             "tide.train.metrics_port: %d cannot be opened on tide.train.metrics_host "
-            "%s (%s); choose another.",
+            "%s (%s); choose another port.",
             port,
             host,
             error.strerror,
@@ -287,10 +286,10 @@ def open_metrics(
 
 
 def plain_text(app: WSGIApplication) -> WSGIApplication:
-    """`app` in Prometheus' text format, whatever its reader prefers.
+    """Wrap `app` so that it returns Prometheus' text format for all clients.
 
-    Prometheus prefers OpenMetrics, in which prometheus_client 0.26 writes an underscore
-    for the colon of a sample's name. vLLM's own `/metrics` is plain text too.
+    Prometheus requests OpenMetrics, in which prometheus_client 0.26 replaces the colon
+    of a sample name by an underscore. vLLM's `/metrics` also uses the text format.
     """
 
     def plain(

@@ -1,5 +1,5 @@
 """A live view of engines, trainers and servers: `vllm-tide top`.
 
-`collect` looks and keeps what it saw for a few seconds, `figures` makes rates, ratios
-and a verdict of it (what `--json` prints), `view` draws them.
+`collect` takes samples and stores those of the last seconds, `figures` computes rates,
+ratios and a verdict from them (printed by `--json`), `view` draws the screen.
 """

@@ -1,6 +1,6 @@
-"""Readings of servers, engines and trainers, kept for some seconds: a rate needs two.
+"""Samples of servers, engines and trainers over the last seconds, for rates.
 
-Reads only: no segment is claimed or mapped, no file is written.
+Read-only: claims and maps no segment, writes no file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 10.0
-"""Rates are means over this time (s), or over one interval where that is longer."""
+"""Rates are means over this time (s), or over one interval if that is longer."""
 
 SILENT_S = 10.0
-"""A trainer writes every second, in a long step less often."""
+"""Age (s) at which a status is silent; trainers write every second, or per step."""
 ENDED = ("stopped", "engine_gone")
 OLD_S = 3600.0
-"""Age (s) from which on a trainer's status file is not shown."""
+"""Age (s) at which a trainer's status file is not shown."""
 
 _READ = ("vllm_tide:", "vllm:")
 _TOTALS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
@@ -45,12 +45,12 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def named(table: str) -> dict[str, str]:
-    """Parse words `name` or `name=source` into sources of figures by name."""
-    words = (word.partition("=") for word in table.split())
-    return {name: source or name for name, _, source in words}
+    """Parse items `name` or `name=source` into sources of figures by name."""
+    items = (item.partition("=") for item in table.split())
+    return {name: source or name for name, _, source in items}
 
 
-# Figures of a trainer: fields of its status, and of the canary in it
+# Figures of a trainer: fields of its status and of the status's `canary`
 _STATUS = named("""
     pid state model_name cycles steps loss rows_read train_tokens last_decision
     holdout_acceptance_new holdout_acceptance_live published_version installed_version
@@ -60,7 +60,7 @@ _CANARY = named("""
     canary_undecided=undecided backoff_cycles speed_before speed_after
     speed_change=change speed_error=error
 """)
-# Figures of an engine, and what they are read of
+# Figures of an engine, by source
 _MANIFEST = named("engine_id pid num_speculative_tokens")
 _RING = named("""
     ring_used_bytes=used_bytes ring_capacity_bytes=capacity_bytes
@@ -73,10 +73,10 @@ _FEEDBACK = named("""
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Samples of a `/metrics`, or how much they grew.
+    """Samples of a `/metrics` page, or their growth.
 
     Attributes:
-        t_s: When it was read (monotonic clock), or the time that it grew in.
+        t_s: Time of reading (monotonic), or duration of the growth.
         values: Finite values by sample name and sorted labels.
     """
 
@@ -86,7 +86,7 @@ class Page:
     def value(
         self, name: str, of: Callable[[Iterable[float]], float] = sum
     ) -> float | None:
-        """Sum (or reduce by `of`) over all labels; None if it is not exported."""
+        """Sum (or reduce by `of`) a metric over all labels; None if not exported."""
         values = [v for (sample, _), v in self.values.items() if sample == name]
         return of(values) if values else None
 
@@ -108,7 +108,7 @@ class Page:
         return Page(self.t_s - before.t_s, grown)
 
     def restarted(self, before: Page) -> bool:
-        """Return whether a total fell since the page before."""
+        """Return whether a total decreased since the page before."""
         return any((self.value(n) or 0) < (before.value(n) or 0) for n in _TOTALS)
 
 
@@ -116,10 +116,10 @@ EMPTY = Page(0.0, {})
 
 
 def parse_address(text: str) -> str:
-    """Return the URL of "host:port" or a URL with or without "/metrics", no password.
+    """Return the base URL of "host:port" or of a URL, without credentials.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: Not an http address.
     """
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -129,7 +129,7 @@ def parse_address(text: str) -> str:
 
 
 def fetch(url: str, seconds: float = _PAGE_S) -> Page | str:
-    """Fetch the page of a server; the reason if there is none."""
+    """Fetch the page of a server, or return the reason of a failure."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/metrics", timeout=seconds) as answer:
@@ -144,11 +144,11 @@ def fetch(url: str, seconds: float = _PAGE_S) -> Page | str:
 
 
 def parse_page(text: str, t_s: float) -> Page | str:
-    """Parse a Prometheus text exposition but for buckets; the reason if it is none."""
+    """Parse a Prometheus text exposition without buckets, or return a reason."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values: dict[tuple[str, Labels], float] = {}
-    # Parsing is slow, and most of the page is of no interest here.
+    # Parsing is slow, so skip the lines that are not needed.
     lines = [
         line
         for line in text.splitlines()
@@ -161,15 +161,15 @@ def parse_page(text: str, t_s: float) -> Page | str:
                     labels = tuple(sorted(sample.labels.items()))
                     values[sample.name, labels] = float(sample.value)
     except (ValueError, IndexError, KeyError):
-        return "answers with no metrics"
-    return Page(t_s, values) if values else "answers with no metrics of vLLM"
+        return "answers without metrics"
+    return Page(t_s, values) if values else "answers without metrics of vLLM"
 
 
 def read_engines(run_dir: Path) -> list[Json]:
-    """Read the figures of each announced engine, oldest first, dead ones too.
+    """Read the figures of all announced engines, also dead ones, oldest first.
 
-    `alive` is None where its pid cannot be looked up, and the rest where there is no
-    capture, there are no swaps, or they are gone.
+    `alive` is None if the pid is not visible. Figures of ring and weights are None
+    without capture or swaps, or if the segment is gone.
     """
     engines = []
     manifests = [m for _, m in inspect_manifests(run_dir) if m is not None]
@@ -195,7 +195,7 @@ def _read(source: object, names: dict[str, str]) -> Json:
 
 
 def _draft_name(folder: Path) -> str:
-    """Return the folder's name, or "fresh" for a hash in the cache of fresh drafts."""
+    """Return the folder's name, or "fresh" for a cached fresh draft."""
     return "fresh" if folder.parent.name == "fresh" else folder.name
 
 
@@ -207,9 +207,9 @@ def _policy(tide: Any) -> str:
 
 
 def read_trainers(run_dir: Path) -> list[Json]:
-    """Read the figures of the trainers' status files, the newest first.
+    """Read the figures of the trainers' status files, newest first.
 
-    Those of trainers that ended long ago are left out.
+    Files older than `OLD_S` are left out.
     """
     trainers = []
     for path in run_dir.glob("trainer-*.json"):
@@ -225,7 +225,7 @@ def read_trainers(run_dir: Path) -> list[Json]:
 
 
 def trainer_figures(name: str, status: Mapping[str, Any], age_s: float) -> Json:
-    """Return the figures of a `TrainerStatus`; None for a missing one."""
+    """Return the figures of a `TrainerStatus`; a missing one is None."""
     canary, published = status.get("canary") or {}, status.get("last_publish_unix")
     return {
         **{name: status.get(key) for name, key in _STATUS.items()},
@@ -240,10 +240,10 @@ def trainer_figures(name: str, status: Mapping[str, Any], age_s: float) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment.
+    """One sample.
 
     Attributes:
-        pages: By URL: the page, or why there is none.
+        pages: By URL: the page, or the reason of a failure.
     """
 
     t_s: float
@@ -254,10 +254,10 @@ class Sample:
 
 
 class Sampler:
-    """Takes samples and keeps those of the last seconds.
+    """Takes samples and stores those of the last seconds.
 
     Args:
-        run_dir: Run directory; need not exist, now or later.
+        run_dir: Run directory; may be absent.
 
     Attributes:
         history: Samples, oldest first.
@@ -269,12 +269,12 @@ class Sampler:
         self.history: deque[Sample] = deque()
 
     def take(self) -> None:
-        """Take a sample; nothing that a server or a file holds raises."""
+        """Take a sample; invalid data of a server or file do not raise."""
         with ThreadPoolExecutor() as pool:
             pages = dict(zip(self.urls, pool.map(fetch, self.urls), strict=True))
         engines, trainers = read_engines(self.run_dir), read_trainers(self.run_dir)
         now = time.monotonic()
         self.history.append(Sample(now, time.time(), pages, engines, trainers))
-        # The oldest stays until the next is old enough to stand for the window.
+        # Keep the oldest until the next one covers the window.
         while len(self.history) > 2 and now - self.history[1].t_s >= WINDOW_S:
             self.history.popleft()

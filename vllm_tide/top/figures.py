@@ -1,6 +1,6 @@
-"""Figures of one moment: the objects that `--json` prints and `view` draws.
+"""Figures of one sample: the objects that `--json` prints and `view` draws.
 
-None stands for what is not known, or not exported.
+None means unknown or not exported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN_OVER_MEASURED = (
     "vllm_tide:step_seconds_total",
 )
 
-# Figure of a server -> metric: summed over engines, the largest one, per second
+# Figure of a server -> metric: summed over engines, maximum, per second
 _SUMS = named("""
     running=vllm:num_requests_running waiting=vllm:num_requests_waiting
     swaps=vllm_tide:swaps_total ring_used_bytes=vllm_tide:ring_used_bytes
@@ -41,7 +41,7 @@ _PER_SECOND = named("""
 
 
 def make_picture(history: Sequence[Sample], run_dir: str) -> Json:
-    """Return all figures, of the samples of the last seconds, oldest first."""
+    """Return all figures from the samples of the last seconds, oldest first."""
     now = history[-1]
     running = list(filter(is_running, now.trainers))
     return {
@@ -55,7 +55,7 @@ def make_picture(history: Sequence[Sample], run_dir: str) -> Json:
 
 
 def is_empty(picture: Json) -> bool:
-    """Return whether no engine, trainer or server is there."""
+    """Return whether there is no engine, trainer or server."""
     return (
         all(server["error"] for server in picture["servers"])
         and all(engine["alive"] is False for engine in picture["engines"])
@@ -64,19 +64,19 @@ def is_empty(picture: Json) -> bool:
 
 
 def is_running(trainer: Json) -> bool:
-    """Return whether a trainer works, by its status file."""
+    """Return whether a trainer runs, by its status file."""
     return not trainer["silent"] and trainer["state"] not in ENDED
 
 
 def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
-    """Judge adaptation at a server; `helps` is None where it is not known.
+    """Return the verdict on adaptation at a server; `helps` is None if unknown.
 
-    By what the canary measured of the last two drafts; speed over plain decoding and
-    acceptance length are shown beside it.
+    Based on the canary's comparison of the last two drafts. The text also has the speed
+    over plain decoding and the acceptance length.
     """
     page, grown = _window(history, url)
     if page is EMPTY:
-        reason = history[-1].pages.get(url, "was not seen")
+        reason = history[-1].pages.get(url, "was not read")
         return _verdict(url, None, f"the server {reason}")
     version = page.value(_LARGEST["draft_version"], max)
     if version is None:
@@ -88,33 +88,33 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         text = f"drafting is off in {share:.0%} of steps ({why})"
         return _verdict(url, False, text)
     if length is None:
-        when = "yet" if _length(page) is None else "lately"
+        when = "yet" if _length(page) is None else "recently"
         return _verdict(url, None, f"nothing drafted {when}")
-    figures = f"{length:.2f} tokens a verify step"
-    figures += f", {speed:.2f}x of plain" if speed else ""
+    figures = f"{length:.2f} tokens per verify step"
+    figures += f", {speed:.2f}x of plain decoding" if speed else ""
     if not version:
-        return _verdict(url, False, f"no trained draft serves; {figures}")
-    helps, compared = _compared(trainer)
-    return _verdict(url, helps, f"{compared}; {figures}")
+        return _verdict(url, False, f"no trained draft is served; {figures}")
+    helps, comparison = _last_swap(trainer)
+    return _verdict(url, helps, f"{comparison}; {figures}")
 
 
 def server_figures(history: Sequence[Sample], url: str) -> Json:
-    """Return the figures of a server over the last seconds; none beside an `error`.
+    """Return the figures of a server over the last seconds; None on an `error`.
 
-    `acceptance_length` is vLLM's: 1 + accepted / drafts, the target's own token
-    included, without the drafts of the memory; `draft_depth` is draft passes per
-    step; `off_share` is a share of steps; `faults` and `refused_drafts` are totals.
+    `acceptance_length` is vLLM's: 1 + accepted / drafts, with the bonus token, without
+    drafts of the memory; `draft_depth` is draft passes per step; `off_share` is a share
+    of steps; `faults` and `refused_drafts` are totals.
     """
     page, grown = _window(history, url)
-    seen = history[-1].pages.get(url, "not seen")
+    newest = history[-1].pages.get(url, "not read")
     steps, off = grown.value(_STEPS), grown.by_label(_OFF, "reason")
     dropped = grown.by_label("vllm_tide:dropped_rows_total", "reason")
     rates = {k: grown.value(name) for k, name in _PER_SECOND.items()}
-    # Of control, as a mean over the window; else what vLLM drafted.
+    # Draft passes of control, averaged over the window; else vLLM's draft tokens.
     drafted = (_DRAFT_PASSES, _STEPS) if steps else (_DRAFT_TOKENS, _DRAFTS)
     figures: Json = {
         "url": url,
-        "error": seen if isinstance(seen, str) else "",
+        "error": newest if isinstance(newest, str) else "",
         "models": page.models(),
         "seconds": grown.t_s,
         **{k: v and v / grown.t_s for k, v in rates.items()},
@@ -135,28 +135,28 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
 
 
 def _verdicts(history: Sequence[Sample], trainers: list[Json]) -> list[Json]:
-    """Judge each server, or each trainer where no server was asked."""
+    """Return the verdict on each server, or on each trainer without --url."""
     if not history[-1].pages:
-        return [_verdict(look["name"], *_compared(look)) for look in trainers]
+        return [_verdict(each["name"], *_last_swap(each)) for each in trainers]
     verdicts = []
     for url, page in history[-1].pages.items():
         models = page.models() if isinstance(page, Page) else []
-        own = (look for look in trainers if look["model_name"] in models)
+        own = (each for each in trainers if each["model_name"] in models)
         verdicts.append(verdict(history, url, next(own, None)))
     return verdicts
 
 
-def _compared(trainer: Json | None) -> tuple[bool | None, str]:
-    """Return whether the last swap helped, by the canary, and its measurement."""
+def _last_swap(trainer: Json | None) -> tuple[bool | None, str]:
+    """Return whether the last swap helped, and the canary's measurement."""
     if trainer is None:
         return None, "no trainer of this model reports in the run directory"
     change, error = trainer["speed_change"], trainer["speed_error"]
     figures = (trainer["speed_before"], trainer["speed_after"], change, error)
     if not all(isinstance(figure, int | float) for figure in figures):
-        return None, "no swap was compared with the draft before it yet"
+        return None, "no draft has been compared with its predecessor yet"
     text = (
         f"{trainer['speed_before']:.2f}x -> {trainer['speed_after']:.2f}x of plain "
-        f"with the last swap ({change:+.0%} +- {error:.0%})"
+        f"decoding with the last swap ({change:+.0%} +- {error:.0%})"
     )
     if trainer["canary_undecided"] or abs(change) <= error:
         return None, f"undecided, {text}"
@@ -164,14 +164,14 @@ def _compared(trainer: Json | None) -> tuple[bool | None, str]:
 
 
 def _verdict(name: str, helps: bool | None, text: str) -> Json:
-    words = {True: "Helps", False: "Does not help yet", None: "Not known"}[helps]
-    return {"name": name, "helps": helps, "sentence": f"{words}: {text}."}
+    label = {True: "Helps", False: "Does not help yet", None: "Unknown"}[helps]
+    return {"name": name, "helps": helps, "sentence": f"{label}: {text}."}
 
 
 def _window(history: Sequence[Sample], url: str) -> tuple[Page, Page]:
-    """Return the newest page and its growth, both empty where they are not known.
+    """Return the newest page and its growth, both empty if unknown.
 
-    A gap or a restart (a total that fell) begins a new window.
+    A gap or a restart (a decreased total) begins a new window.
     """
     pages = [sample.pages.get(url) for sample in history]
     now = pages.pop()
@@ -187,12 +187,12 @@ def _window(history: Sequence[Sample], url: str) -> tuple[Page, Page]:
 
 def _ratio(page: Page, name: str, of: str) -> float | None:
     """Return the ratio of two values; None if one is missing or the second is 0."""
-    value, whole = page.value(name), page.value(of)
-    return value / whole if whole and value is not None else None
+    value, total = page.value(name), page.value(of)
+    return value / total if total and value is not None else None
 
 
 def _length(page: Page) -> float | None:
-    """Return the acceptance length without the memory, which vLLM counts too."""
+    """Return the acceptance length without the memory's drafts, which vLLM counts."""
     drafts, accepted = page.value(_DRAFTS), page.value(_ACCEPTED)
     if not drafts or accepted is None:
         return None

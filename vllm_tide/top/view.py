@@ -1,7 +1,7 @@
-"""The screen: lines of templates, which rich lays out.
+"""The screen: templates of lines, laid out by rich.
 
-ASCII only: a name or reason comes from another process, and what is no printable ASCII
-is replaced, so that no escape sequence of anybody else's reaches the terminal.
+Non-ASCII and control characters are replaced, as names and reasons come from other
+processes and might contain escape sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STYLES = {True: "green", False: "yellow", None: "default"}
 
 # Lines of templates (see `_text`), in the order of the screen
 _RING = (
-    "{capture}|{ring_used_bytes:mib} of {ring_capacity_bytes:whole} MiB, "
+    "{capture}|{ring_used_bytes:mib} of {ring_capacity_bytes:whole_mib} MiB, "
     "{ring_consumer_alive:reader}"
 )
 _SERVER = {
@@ -72,7 +72,7 @@ _TRAINER = {
 
 
 def plain(picture: Json, columns: int | None = None) -> str:
-    """Format the whole picture, however long, without colour."""
+    """Format the complete picture without colour."""
     console = Console(width=columns, color_system=None)
     with console.capture() as capture:
         console.print(body(picture))
@@ -83,14 +83,12 @@ def body(picture: Json) -> RenderableType:
     """Lay out the verdicts, then servers, engines and trainers."""
     clock = time.strftime("%H:%M:%S", time.localtime(picture["unix_s"]))
     brief = any(server["tide"] for server in picture["servers"])
-    none = _text("Not known: no server was asked (--url), no trainer runs.")
+    none = _text("Unknown: no server is given (--url) and no trainer runs.")
     return Group(
         _text(f"[bold]vllm-tide top[/]  {clock}  {{run_dir}}", picture),
         *[
-            _text(
-                f"[{_STYLES[found['helps']]}]{{sentence}}[/]  [dim]{{name}}[/]", found
-            )
-            for found in picture["helping"]
+            _text(f"[{_STYLES[item['helps']]}]{{sentence}}[/]  [dim]{{name}}[/]", item)
+            for item in picture["helping"]
         ]
         or [none],
         *map(_server, picture["servers"]),
@@ -104,9 +102,9 @@ def body(picture: Json) -> RenderableType:
 def watch(sampler: Sampler, interval: float) -> None:
     """Show the full screen until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    # Also under nohup; no terminal is left to restore.
+    # Also under nohup; there is no terminal to restore.
     signal.signal(signal.SIGHUP, lambda number, _: os._exit(128 + number))
-    with Live("vllm-tide top  looking ...", screen=True) as live:
+    with Live("vllm-tide top  reading ...", screen=True) as live:
         while True:
             sampler.take()
             picture = make_picture(sampler.history, str(sampler.run_dir))
@@ -117,7 +115,7 @@ def watch(sampler: Sampler, interval: float) -> None:
 _SPECS: dict[str, Callable[[Any], str]] = {
     "age": lambda seconds: str(timedelta(seconds=int(seconds))),
     "mib": lambda size: f"{size / (1 << 20):.1f}",
-    "whole": lambda size: f"{size / (1 << 20):.0f}",
+    "whole_mib": lambda size: f"{size / (1 << 20):.0f}",
     "reader": lambda alive: "read by a trainer" if alive else "no trainer",
     "ms": lambda seconds: f"{1e3 * seconds:.1f}",
 }
@@ -132,39 +130,38 @@ def _shown(value: Any, spec: str) -> str:
         return "-"
     try:
         return _SPECS[spec](value) if spec in _SPECS else format(value, spec)
-    except (ArithmeticError, TypeError, ValueError):  # another version's status file
+    except (ArithmeticError, TypeError, ValueError):  # a status file of another version
         return "-"
 
 
 def _text(template: str, figures: Json | None = None) -> Text:
     """Fill figures into a template of rich's markup.
 
-    `{name:spec}` is a figure in one of `_SPECS`, or as Python formats it. A part behind
-    a `|` is left out where one of its figures has nothing to tell: none, empty, 0. What
-    others wrote is made harmless.
+    `{name:spec}` is a figure formatted by one of `_SPECS` or by Python. A part after a
+    `|` is left out if one of its figures is none, empty or 0. Values are escaped.
     """
 
-    def shown(found: re.Match[str]) -> str:
-        text = _shown((figures or {})[found[1]], found[2])
+    def shown(match: re.Match[str]) -> str:
+        text = _shown((figures or {})[match[1]], match[2])
         return escape(_OTHER.sub("?", text))
 
-    def telling(part: str) -> bool:
+    def has_values(part: str) -> bool:
         return {"", "-", "0"}.isdisjoint(map(shown, _FIGURE.finditer(part)))
 
     first, *parts = template.split("|")
-    line = _FIGURE.sub(shown, first + "".join(filter(telling, parts)))
+    line = _FIGURE.sub(shown, first + "".join(filter(has_values, parts)))
     return Text.from_markup(line, emoji=False, overflow="fold")
 
 
-def _block(head: str, rows: dict[str, str], figures: Json) -> RenderableType:
-    """Lay out a head and its rows; a row without text is left out."""
+def _block(title: str, rows: dict[str, str], figures: Json) -> RenderableType:
+    """Lay out a title and its rows; a row without text is left out."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", min_width=13, no_wrap=True)
     table.add_column(overflow="fold")
     for label, template in rows.items():
         if text := _text(template, figures):
             table.add_row(f"  {label}", text)
-    return Group(_text(head, figures), table)
+    return Group(_text(title, figures), table)
 
 
 def _server(server: Json) -> RenderableType:
@@ -174,20 +171,20 @@ def _server(server: Json) -> RenderableType:
     tide = (
         _TIDE if server["tide"] else {"tide": "[yellow]not configured on this server"}
     )
-    head = "[bold]SERVER[/] {url}  {models}"
-    return _block(head, _SERVER | tide, server | {"capture": capture})
+    title = "[bold]SERVER[/] {url}  {models}"
+    return _block(title, _SERVER | tide, server | {"capture": capture})
 
 
 def _engine(engine: Json, brief: bool) -> RenderableType:
-    """Lay out an engine; `brief` leaves out what the page of its server shows."""
-    alive = {True: "alive", False: "dead", None: "pid not to be seen"}[engine["alive"]]
+    """Lay out an engine; `brief` leaves out figures shown for its server."""
+    alive = {True: "alive", False: "dead", None: "pid not visible"}[engine["alive"]]
     style = "green" if engine["alive"] else "red"
-    head = (
+    title = (
         f"[bold]ENGINE[/] {{engine_id:.12}} pid {{pid}} [{style}]{alive}[/]  {{target}}"
         " + {draft}, {num_speculative_tokens} draft tokens|, {policy}"
     )
     capture = "" if engine["ring_capacity_bytes"] else "no capture"
-    return _block(head, {} if brief else _ENGINE, engine | {"capture": capture})
+    return _block(title, {} if brief else _ENGINE, engine | {"capture": capture})
 
 
 def _trainer(trainer: Json) -> RenderableType:
@@ -204,8 +201,8 @@ def _trainer(trainer: Json) -> RenderableType:
         "canary": canary,
         "several": "" if trainer["engines"] == 1 else "s",
     }
-    head = (
+    title = (
         f"[bold]TRAINER[/] {{name:.12}} pid {{pid}} [{style}]{{state}}[/], {{engines}} "
         f"engine{{several}}, {seen}"
     )
-    return _block(head, _TRAINER, figures)
+    return _block(title, _TRAINER, figures)

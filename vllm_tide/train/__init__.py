@@ -1,5 +1,5 @@
-"""Training a draft: records in, a candidate out that was judged on held-out requests.
+"""Training of a draft, from records to a candidate evaluated on held-out requests.
 
 Data flow: Record -> Assembler -> Sample -> SampleBuffer -> PackedBatch -> TrainStep ->
-evaluate -> judge -> candidate tensors. Imports torch, never vllm.
+evaluate -> judge -> candidate tensors. Imports torch, not vllm.
 """

@@ -1,12 +1,12 @@
-"""Records of the ring become documents: by request and position, last write wins.
+"""Assembly of ring records into documents; a later record replaces earlier positions.
 
-Bounded memory: open requests hold at most `max_open_rows` rows; beyond that the least
-recently seen request is closed early. Nothing is dropped without a counter.
+Memory is bounded: open requests hold at most `max_open_rows` rows. Above that, the
+least recently seen request is closed early. Every dropped row is counted.
 
-A metadata-only record (ids and counts, no features) is a hole that was asked for: what
-was collected before it becomes a document, and its rows are counted.
+A metadata-only record (ids and counts, no features) closes the document of its request;
+its rows are counted as `not_collected`.
 
-Which draft was live does not matter: tokens, features and teacher come from the target.
+Tokens, features and teacher come from the target, whichever draft is live.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREFILL, VERIFY = 0, 1
 MAX_BRANCHES = 64
-"""Rejected branches kept per request: a long one has many that are alike."""
+"""Rejected branches stored per request; those of a long request are similar."""
 _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -51,17 +51,17 @@ class _Open:
     branches: list[Branch] = field(default_factory=list)
     num_rows: int = 0
     end: int = 0  # position after the last committed one
-    rounds: int = 0  # verify steps with drafts of the draft's
+    verify_steps: int = 0  # with tokens of the draft
 
 
 class Assembler:
-    """Turns records into samples.
+    """Builds samples from records.
 
     Args:
-        max_request_rows: Rows after which a request is cut and goes on.
-        context_rows: Rows repeated as context after such a cut.
-        idle_s: A request unseen this long is closed by `flush_idle` (seconds).
-        max_branches: Rejected branches kept per request; 0 keeps none.
+        max_request_rows: Rows after which a request is split into a further document.
+        context_rows: Rows repeated as context after a split.
+        idle_s: `flush_idle` closes a request without a record for this long (s).
+        max_branches: Rejected branches stored per request; 0 stores none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Assembler:
         self._open: OrderedDict[int, _Open] = OrderedDict()
 
     def add(self, record: Record, now: float) -> list[Sample]:
-        """Take one record; return the documents it closed. `now` is monotonic (s)."""
+        """Add a record; return the documents that it closes. `now` is monotonic (s)."""
         count = len(record.token_ids)
         if count and record.features.shape[-1] == 0:
             self.skipped["not_collected"] += count
@@ -115,7 +115,7 @@ class Assembler:
         return out
 
     def flush_idle(self, now: float) -> list[Sample]:
-        """Close requests unseen for `idle_s`: their end was never captured."""
+        """Close requests without a record for `idle_s`: their end was not captured."""
         idle = [k for k, r in self._open.items() if now - r.seen >= self.idle_s]
         return [sample for key in idle for sample in self._close(key)]
 
@@ -123,7 +123,7 @@ class Assembler:
         return self.flush_idle(float("inf"))
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget open requests of a tenant, None of all; the rows forgotten."""
+        """Remove open requests of a tenant (None: of all); return the rows removed."""
         removed = 0
         for key, request in list(self._open.items()):
             if tenant is None or request.tenant == tenant:
@@ -133,7 +133,7 @@ class Assembler:
         return removed
 
     def long_requests(self, min_tokens: int) -> dict[int, int]:
-        """Open requests that have generated so many tokens: the positions to come."""
+        """Return the next position of each open request with `min_tokens` generated."""
         return {
             key: request.end
             for key, request in self._open.items()
@@ -141,23 +141,23 @@ class Assembler:
         }
 
     def window(self, key: int, since: int, context: int) -> list[Sample]:
-        """Rows of an open request, which stays as it is; nothing is counted.
+        """Return rows of an open request without closing it; changes no counter.
 
-        A document for each run of positions that holds a row to train, of `since` or
-        later; `context` rows before it come too.
+        One document per run of consecutive positions with a row to train at `since` or
+        later, preceded by `context` rows.
         """
         return self._last_rows(key, self._open[key].pieces, since, context)
 
-    def rounds(self, key: int) -> int:
-        """Verify steps of an open request so far in which the draft's tokens were."""
-        return self._open[key].rounds
+    def num_verify_steps(self, key: int) -> int:
+        """Return how many verify steps of an open request had tokens of the draft."""
+        return self._open[key].verify_steps
 
-    def canvas(self, key: int, context: int) -> Sample | None:
-        """The verify step drafted last in an open request, rejected tokens too.
+    def last_verify_step(self, key: int, context: int) -> Sample | None:
+        """Return the last drafted verify step of an open request, with rejected tokens.
 
-        The row before `loss_from` drafted, `context` rows come before it, and behind it
-        the token that it was given and all drafted ones but the last, each with the
-        teacher of the next.
+        The row before `loss_from` is the drafting row; `context` rows precede it. The
+        bonus token and all drafted tokens but the last follow, each with the teacher
+        of the next token.
         """
         pieces = self._open[key].pieces
         drafted = [i for i, p in enumerate(pieces) if _num_drafted(p.record) > 0]
@@ -166,8 +166,8 @@ class Assembler:
         record = pieces[drafted[-1]].record
         count, first = _num_drafted(record), record.start
         last = _Piece(np.arange(first, first + count), record, count)
-        found = self._last_rows(key, [*pieces[: drafted[-1]], last], first, context + 1)
-        return found[-1] if found and found[-1].start < first else None
+        rows = self._last_rows(key, [*pieces[: drafted[-1]], last], first, context + 1)
+        return rows[-1] if rows and rows[-1].start < first else None
 
     def _last_rows(
         self, key: int, pieces: list[_Piece], since: int, context: int
@@ -209,16 +209,16 @@ class Assembler:
         request.pieces.append(_Piece(positions, record, committed))
         request.num_rows += count
         request.end = max(request.end, record.start + committed)
-        request.rounds += _num_drafted(record) > 0
+        request.verify_steps += _num_drafted(record) > 0
         self.open_rows += count
-        rejected = committed < count and not record.memory  # no text of the draft's
+        rejected = committed < count and not record.memory  # the draft proposed them
         if rejected and len(request.branches) < self.max_branches:
             branch = self._branch(record, committed)
             if branch is not None:
                 request.branches.append(branch)
 
     def _branch(self, record: Record, first: int) -> Branch | None:
-        """Rows from `first` on; None if the first of them is a placeholder."""
+        """Return the rows from `first`; None if the first one is a placeholder."""
         ids = record.token_ids[first:]
         unknown = np.flatnonzero(ids < 0)  # vLLM's padding of a short draft
         size = int(unknown[0]) if unknown.size else len(ids)
@@ -254,16 +254,16 @@ class Assembler:
         out = self._build(key, request)
         last = request.pieces[-1]
         end = int(last.positions[-1]) + 1
-        kept: list[_Piece] = []
+        context: list[_Piece] = []
         rows = 0
         for piece in reversed(request.pieces):
-            kept.append(piece)
+            context.append(piece)
             rows += len(piece.record.token_ids)
             if rows >= self.context_rows:
                 break
-        if rows > self.max_request_rows:  # one huge prefill chunk: keep no context
-            kept, rows = [], 0
-        request.pieces = kept[::-1]
+        if rows > self.max_request_rows:  # one large prefill chunk: no context
+            context, rows = [], 0
+        request.pieces = context[::-1]
         request.branches = []
         request.loss_from = end
         self.open_rows += rows - request.num_rows
@@ -273,30 +273,30 @@ class Assembler:
     def _build(self, key: int, request: _Open) -> list[Sample]:
         if not request.pieces:
             return []
-        found = self._documents(key, request, request.pieces, request.loss_from)
-        for before, after in pairwise(found):
+        samples = self._documents(key, request, request.pieces, request.loss_from)
+        for before, after in pairwise(samples):
             self.num_holes += after.start - before.start - before.num_tokens
-        for sample in found:
+        for sample in samples:
             if not sample.num_trained:
                 self.skipped["nothing_to_train"] += sample.num_tokens
-        return [sample for sample in found if sample.num_trained]
+        return [sample for sample in samples if sample.num_trained]
 
     def _documents(
         self, key: int, request: _Open, pieces: list[_Piece], loss_from: int
     ) -> list[Sample]:
-        """A document for each run of positions."""
-        positions = np.concatenate([p.positions for p in pieces])
-        kept, rows = _last_write(positions)
+        """Build one document per run of consecutive positions."""
+        written = np.concatenate([p.positions for p in pieces])
+        positions, rows = _last_write(written)
         tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
         features = torch.cat(
             [self._floats(p.record.features[: p.count]) for p in pieces]
         )
-        taught, hidden, topk = self._teachers(pieces, positions, kept)
+        taught, hidden, topk = self._teachers(pieces, written, positions)
         captured_unix_s = steady_unix()
         out: list[Sample] = []
-        breaks = np.flatnonzero(np.diff(kept) > 1) + 1
-        for lo, hi in zip([0, *breaks], [*breaks, len(kept)], strict=True):
-            start, run = int(kept[lo]), slice(int(lo), int(hi))
+        breaks = np.flatnonzero(np.diff(positions) > 1) + 1
+        for lo, hi in zip([0, *breaks], [*breaks, len(positions)], strict=True):
+            start, run = int(positions[lo]), slice(int(lo), int(hi))
             index = torch.from_numpy(rows[run])
             sample = Sample(
                 key=key,
@@ -315,25 +315,25 @@ class Assembler:
                 branches=tuple(
                     b
                     for b in request.branches
-                    if start <= b.position < kept[hi - 1] + 1
+                    if start <= b.position < positions[hi - 1] + 1
                 ),
             )
             out.append(sample)
         return out
 
     def _teachers(
-        self, pieces: list[_Piece], positions: np.ndarray, kept: np.ndarray
+        self, pieces: list[_Piece], written: np.ndarray, positions: np.ndarray
     ) -> tuple[Tensor, Tensor | None, TopK | None]:
-        """Last captured teacher of each kept position.
+        """Return the teacher captured last for each position.
 
-        A recomputed row without a teacher keeps the one captured before.
+        A recomputed row without a teacher does not replace an earlier teacher.
         """
         has = np.concatenate(
             [np.arange(p.count) >= p.record.teacher_start for p in pieces]
         )
-        owner, source = _last_write(positions[has])
-        at = np.searchsorted(kept, owner)
-        taught = torch.zeros(len(kept), dtype=torch.bool)
+        owner, source = _last_write(written[has])
+        at = np.searchsorted(positions, owner)
+        taught = torch.zeros(len(positions), dtype=torch.bool)
         taught[torch.from_numpy(at)] = True
         place, index = torch.from_numpy(at), torch.from_numpy(source)
 
@@ -341,15 +341,15 @@ class Assembler:
             parts = []
             for p in pieces:
                 value = getattr(p.record, name)
-                wanted = p.count - p.record.teacher_start
-                if value is None and wanted > 0:
+                count = p.count - p.record.teacher_start
+                if value is None and count > 0:
                     return None
-                if value is not None and wanted > 0:
-                    parts.append(value[:wanted])
+                if value is not None and count > 0:
+                    parts.append(value[:count])
             if not parts:
                 return None
             packed = self._floats(np.concatenate(parts))
-            out = torch.zeros(len(kept), *packed.shape[1:], dtype=packed.dtype)
+            out = torch.zeros(len(positions), *packed.shape[1:], dtype=packed.dtype)
             out[place] = packed[index]
             return out
 
@@ -359,11 +359,11 @@ class Assembler:
         ids, logprobs = spread("teacher_topk_ids"), spread("teacher_topk_logprobs")
         tail = spread("teacher_tail_logprob")
         if ids is None or logprobs is None or tail is None:
-            return torch.zeros(len(kept), dtype=torch.bool), None, None
+            return torch.zeros(len(positions), dtype=torch.bool), None, None
         return taught, None, TopK(ids, logprobs, tail)
 
     def _floats(self, array: np.ndarray) -> Tensor:
-        """Wire array to torch; 16-bit patterns take the header's dtype."""
+        """Convert a wire array to torch; uint16 is viewed as the header's dtype."""
         if array.dtype == np.uint16:
             bits = np.ascontiguousarray(array).view(np.int16)
             return torch.from_numpy(bits).view(self.dtype)
@@ -371,7 +371,7 @@ class Assembler:
 
 
 def _num_drafted(record: Record) -> int:
-    """Tokens of the draft that were verified."""
+    """Count the verified tokens of the draft in a record."""
     if record.phase != VERIFY or record.memory:
         return 0
     unknown = np.flatnonzero(record.token_ids < 0)  # vLLM's padding of a short draft
@@ -379,6 +379,6 @@ def _num_drafted(record: Record) -> int:
 
 
 def _last_write(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted distinct positions, and for each the index of its last occurrence."""
-    kept, first = np.unique(positions[::-1], return_index=True)
-    return kept, len(positions) - 1 - first
+    """Return sorted distinct positions and the index of each one's last occurrence."""
+    distinct, first = np.unique(positions[::-1], return_index=True)
+    return distinct, len(positions) - 1 - first

@@ -1,12 +1,11 @@
-"""Sharded checkpoints of a training run, written so that a torn one is never read.
+"""Sharded checkpoints of a training run; an incomplete one is not read.
 
-torch.distributed.checkpoint writes one safetensors file per rank (its Hugging Face
-writer: no pickle) and reads them back for any number of ranks. Beside them
-`state.json` says everything that is not a tensor, and the size and SHA-256 of each
-file and of itself. A checkpoint is written under another name and renamed when
-complete.
+torch.distributed.checkpoint writes one safetensors file per rank (Hugging Face writer,
+no pickle) and reads them back with any number of ranks. `state.json` in the same folder
+holds everything that is not a tensor, the size and SHA-256 of each file, and its own
+SHA-256. A checkpoint is written under a temporary name and renamed when complete.
 
-All ranks must see the directory.
+The directory must be on a file system that all ranks share.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ _MAX_STATE_BYTES = 1 << 28
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _STAGED = ".writing-"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-NONSENSE = (*MALFORMED, OSError, RuntimeError)
-"""Errors that reading somebody's JSON may raise."""
+PARSE_ERRORS = (*MALFORMED, OSError, RuntimeError)
+"""Errors that reading and parsing untrusted JSON may raise."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything of a run that is not a tensor.
+    """State of a run that is not a tensor.
 
     Attributes:
-        published_version: Last version published when it was written. A checkpoint of
-            an older version than the engine's must not go on.
-        extra: What else the caller wants back (JSON).
+        published_version: Version published last at the time of writing. Training must
+            not resume from an older version than the engine serves.
+        extra: Further state of the caller (JSON).
     """
 
     steps: int
@@ -61,9 +60,9 @@ class TrainState:
 
 
 def draft_fingerprint(draft: Eagle3Draft) -> str:
-    """Digest of what must agree between a checkpoint and a draft: config, vocabulary.
+    """Return a digest of the config and vocabulary that a checkpoint must match.
 
-    Whether the LM head is trained does not matter: its values are stored either way.
+    `lm_head` is stored whether it is trained or not, so that is not part of it.
     """
     digest = hashlib.sha256(json.dumps(draft.config.to_json(), sort_keys=True).encode())
     digest.update(draft.vocab.target_ids.numpy().tobytes())
@@ -71,7 +70,7 @@ def draft_fingerprint(draft: Eagle3Draft) -> str:
 
 
 def train_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Live master weights and AdamW moments by name (this rank's shards of them)."""
+    """Return this rank's shards of master weights and AdamW moments by name."""
     out = {}
     for name, value in step.draft.named_tensors().items():
         out[f"draft.{name}"] = value.detach()
@@ -82,7 +81,7 @@ def train_tensors(step: TrainStep) -> dict[str, Tensor]:
 
 
 def optimizer_steps(step: TrainStep) -> int:
-    """Updates in AdamW's moments; 0 without any."""
+    """Return the number of updates in AdamW's moments; 0 without moments."""
     counts = [int(s["step"]) for s in step.optimizer.state.values()]
     return counts[0] if counts else 0
 
@@ -90,49 +89,49 @@ def optimizer_steps(step: TrainStep) -> int:
 def save(
     directory: str | Path, step: TrainStep, state: TrainState, *, keep: int = KEEP
 ) -> Path:
-    """Write a checkpoint; called by the leader while others call `write_tensors`."""
+    """Write a checkpoint (leader); the other ranks call `write_tensors` meanwhile."""
     staged = begin(directory)
     write_tensors(staged, step)
     return commit(staged, step, state, keep=keep)
 
 
 def begin(directory: str | Path) -> Path:
-    """Make an empty folder for `write_tensors` and remove torn ones (leader)."""
+    """Create a folder for `write_tensors`; remove incomplete ones (leader)."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for torn in folder.glob(f"{_STAGED}*"):
-        shutil.rmtree(torn, ignore_errors=True)
+    for incomplete in folder.glob(f"{_STAGED}*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
     staged = folder / f"{_STAGED}{os.getpid()}"
     staged.mkdir(mode=0o700)
     return staged
 
 
 def write_tensors(staged: str | Path, step: TrainStep) -> None:
-    """Every rank writes its shards; returns when all have.
+    """Write the shards of every rank; return when all ranks are done.
 
     Raises:
-        OSError: A rank could not; raised on all of them, which stay in step.
+        OSError: A rank failed to write; raised on all ranks, which stay in step.
     """
-    # imported where used: it costs half a second and 46 MiB
+    # Imported here: the import takes half a second and 46 MiB.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
-    if step.device.type == "cuda":  # it copies on streams of its own
+    if step.device.type == "cuda":  # the writer copies on other streams
         torch.cuda.synchronize(step.device)
-    with _alone() as alone:
+    with _single_process() as single:
         try:
-            dcp.save(train_tensors(step), storage_writer=writer, no_dist=alone)
+            dcp.save(train_tensors(step), storage_writer=writer, no_dist=single)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise OSError(f"{staged}: rank {rank} could not write: {cause}") from error
+            raise OSError(f"{staged}: rank {rank} cannot write: {cause}") from error
 
 
 def commit(
     staged: Path, step: TrainStep, state: TrainState, *, keep: int = KEEP
 ) -> Path:
-    """Add `state.json`, flush, rename into place, drop old checkpoints (leader)."""
+    """Add `state.json`, flush, rename, remove old checkpoints (leader)."""
     number = max((n for n, _ in _named(staged.parent)), default=0) + 1
     document = {
         "format": FORMAT,
@@ -150,22 +149,22 @@ def commit(
     os.rename(staged, final)
     sync_directory(staged.parent)
     first, _ = _finished(staged.parent)[-keep:][0]
-    for old_number, old in _named(staged.parent):  # also what is half removed
+    for old_number, old in _named(staged.parent):  # also half-removed ones
         if old_number < first:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def latest(directory: str | Path) -> Path | None:
-    found = _finished(Path(directory))
-    return found[-1][1] if found else None
+    complete = _finished(Path(directory))
+    return complete[-1][1] if complete else None
 
 
 def load(path: str | Path, step: TrainStep) -> TrainState:
-    """Read a checkpoint that any number of ranks wrote (one rank; see `verify`).
+    """Read a checkpoint into one rank; any number of ranks may have written it.
 
     Raises:
-        DraftError: The checkpoint is damaged or of another draft; nothing is changed.
+        DraftError: It is damaged or of another draft; nothing is changed.
     """
     state, count = verify(path, step.draft)
     read_tensors(path, step, count)
@@ -173,7 +172,7 @@ def load(path: str | Path, step: TrainStep) -> TrainState:
 
 
 def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
-    """State and updates of AdamW, once every file is found whole (leader).
+    """Check all files; return the state and the AdamW update count (leader).
 
     Raises:
         DraftError: It is damaged or of another draft.
@@ -182,20 +181,20 @@ def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
     document = _read_document(folder)
     if document["draft"] != draft_fingerprint(draft):
         raise DraftError(
-            f"{folder}: is a checkpoint of a draft with another shape or vocabulary; "
+            f"{folder}: checkpoint of a draft with another shape or vocabulary; "
             "set tide.train.state_dir to an empty directory, or serve that draft."
         )
     return document["state"], int(document["optimizer_steps"])
 
 
 def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
-    """Every rank reads its shards of a verified checkpoint.
+    """Read this rank's shards of a verified checkpoint.
 
-    Where moments are missing (an earlier version moved some weights otherwise) none is
-    read: training goes on from the weights.
+    If a moment is missing (written by an earlier version), no moment is read and
+    training resumes from the weights only.
 
     Raises:
-        OSError: A rank could not; its weights are of no use.
+        OSError: A rank failed to read; its weights are not usable.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -210,23 +209,23 @@ def read_tensors(path: str | Path, step: TrainStep, count: int) -> None:
         <= reader.read_metadata().state_dict_metadata.keys()
     ):
         step.reset()
-    with _alone() as alone:
+    with _single_process() as single:
         try:
-            dcp.load(train_tensors(step), storage_reader=reader, no_dist=alone)
+            dcp.load(train_tensors(step), storage_reader=reader, no_dist=single)
         except (AssertionError, CheckpointException) as error:  # torch's, with a cause
-            raise OSError(f"{path}: could not be read: {error}") from error
+            raise OSError(f"{path}: cannot be read: {error}") from error
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[bool]:
-    """True if there is no process group, which torch warns about each time."""
+def _single_process() -> Iterator[bool]:
+    """Yield whether there is no process group; silence torch's warning about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield not dist.is_initialized()
 
 
 def _make_moments(step: TrainStep, count: int) -> None:
-    # the entries AdamW makes at its first step, so that there is something to read into
+    # Create the entries of AdamW's first step as destinations for the read.
     for parameter in step.parameters:
         step.optimizer.state[parameter] = {
             "step": torch.full((), float(count), device=parameter.device),
@@ -243,24 +242,24 @@ def _read_document(folder: Path) -> dict[str, Any]:
                 f"{path}: has format {document['format']}, this version reads {FORMAT}."
             )
         if document.pop("self_sha256") != digest_of(document):
-            raise DraftError(f"{path}: is damaged (SHA-256).")
+            raise DraftError(f"{path}: damaged (SHA-256).")
         files = dict(document["files"])
-        found = {p.name for p in folder.iterdir()} - {STATE_FILE}
-        if found != set(files):
-            odd = ", ".join(sorted(found ^ set(files)))
-            raise DraftError(f"{folder}: files are missing or too many ({odd}).")
-        for name, told in files.items():
-            if _measure(folder / name) != told:
-                raise DraftError(f"{folder / name}: is damaged (size or SHA-256).")
+        present = {p.name for p in folder.iterdir()} - {STATE_FILE}
+        if present != set(files):
+            names = ", ".join(sorted(present ^ set(files)))
+            raise DraftError(f"{folder}: missing or unexpected files ({names}).")
+        for name, expected in files.items():
+            if _measure(folder / name) != expected:
+                raise DraftError(f"{folder / name}: damaged (size or SHA-256).")
         document["state"] = state = TrainState(**document["state"])
         counts = state.steps, state.cycles, state.published_version
         if not all(map(_is_count, (*counts, document["optimizer_steps"]))):
-            raise ValueError("a count is none")
+            raise ValueError("a count is not a non-negative integer")
         if not isinstance(state.extra, dict) or "draft" not in document:
-            raise ValueError("what it is of is missing")
+            raise ValueError("extra or draft fingerprint is missing")
     except DraftError:
         raise
-    except NONSENSE as error:
+    except PARSE_ERRORS as error:
         raise DraftError(f"{path}: cannot be read ({error!r}).") from None
     return document
 
@@ -270,7 +269,7 @@ def _is_count(value: Any) -> bool:
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """SHA-256 (hexadecimal) of a JSON document, whatever the order of its keys."""
+    """Return the SHA-256 (hexadecimal) of a JSON document; key order is ignored."""
     text = json.dumps(document, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

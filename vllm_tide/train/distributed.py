@@ -1,9 +1,9 @@
-"""One draft trained by many ranks: torchrun, FSDP2, gloo on CPUs and NCCL on GPUs.
+"""Training of one draft on many ranks: torchrun, FSDP2, gloo on CPUs, NCCL on GPUs.
 
-The leader (rank 0) is the only one that knows engines, buffers and the gate. It deals
-the documents of every batch to the ranks and computes its own share; the others wait
-in `follow` for its orders. Sums and counts of the loss are reduced before they are
-divided, so the curve is that of one rank with the same batches.
+Only the leader (rank 0) has engines, buffers and the gate. It distributes the documents
+of every batch over the ranks and computes its own share; the other ranks wait in
+`follow` for its commands. Sums and counts of the loss are reduced before they are
+divided, so the loss curve equals that of one rank with the same batches.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vllm_tide.train.ranks import (
     RankLost,
     Ranks,
     broadcast_json,
+    detect_lost_ranks,
     receive,
     send,
-    watched,
 )
 from vllm_tide.train.sample import Sample, by_request
 from vllm_tide.train.step import GRAD_CLIP, StepResult, TrainStep
@@ -43,7 +43,7 @@ from vllm_tide.transport.shm import TransportError
 
 
 class _Loss(nn.Module):
-    """The loss of a batch as a module, for FSDP's hooks around its forward."""
+    """The loss of a batch as a module, which FSDP's forward hooks require."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
         super().__init__()
@@ -54,19 +54,19 @@ class _Loss(nn.Module):
 
 
 class ShardedStep(TrainStep):
-    """A `TrainStep` whose draft is sharded over the ranks (FSDP2); all step together.
+    """A `TrainStep` with the draft sharded over all ranks (FSDP2).
 
     `Eagle3Draft` reads its parameters directly, without the forward of submodules, so
-    the whole loss is made one module and FSDP gathers around its forward. The weights
-    stay gathered until the backward pass has used them: a draft has one layer, so
-    gathering it twice would save nothing.
+    the whole loss is one module and FSDP gathers around its forward. The weights stay
+    gathered until the backward pass: a draft has one layer, so resharding in between
+    saves no memory.
     """
 
     def __init__(
         self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
     ) -> None:
         self._module = _Loss(draft)
-        # One rank alone need not pay for importing FSDP.
+        # Imported here: a single rank does not need FSDP.
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(self._module, mesh=ranks.mesh, reshard_after_forward=False)
@@ -75,25 +75,25 @@ class ShardedStep(TrainStep):
         super().__init__(draft, target, config, reduce=_sum_over_ranks)
 
     def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
-        """Parameters are whole inside, and until after backward."""
+        """Compute the loss with gathered parameters, which stay so until backward."""
         compute = super().loss_of
-        found: tuple[Tensor, LossSums] | None = self._module(lambda: compute(batch))
-        if found is None:  # no backward pass will come
+        result: tuple[Tensor, LossSums] | None = self._module(lambda: compute(batch))
+        if result is None:  # no backward pass follows
             self._module.reshard()
-        return found
+        return result
 
     def clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
-        return float(_whole(norm))
+        return float(_unsharded(norm))
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole master weights, one after the other (every rank must go through)."""
+        """Yield unsharded master weights one by one; every rank must iterate."""
         for name, value in self.draft.named_tensors().items():
-            yield name, _whole(value.detach())
+            yield name, _unsharded(value.detach())
 
 
-def _whole(value: Any) -> Any:
-    """A tensor that may be a shard (DTensor), gathered."""
+def _unsharded(value: Any) -> Any:
+    """Gather a tensor if it is a shard (DTensor)."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -103,14 +103,14 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
     return out
 
 
-BEAT_S = 30.0  # the leader speaks at least this often while it has no work
+HEARTBEAT_S = 30.0  # longest time between two commands of an idle leader
 
-# setup sent by the leader -> (draft of the right shape, target, knobs)
+# Setup sent by the leader -> (draft of that shape, target, knobs).
 Build = Callable[[dict[str, Any]], tuple[Eagle3Draft, TargetRows, TrainConfig]]
 
 
 class OneRank:
-    """Steps of a trainer that is alone; `LeadRank` offers the same for many ranks."""
+    """Training steps in one process; `LeadRank` has the same methods for many."""
 
     def __init__(
         self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig
@@ -120,43 +120,43 @@ class OneRank:
     def run(
         self, samples: Sequence[Sample], lr_scale: float = 1.0
     ) -> StepResult | None:
-        """Train on documents as one batch; None when nothing could be trained."""
+        """Train on documents as one batch; None without a row to train."""
         if not samples:
             return None
         batch = pack(samples, branches=self.step.trains_branches)
         return self.step.run(batch, lr_scale)
 
     def gather(self) -> None:
-        """Make the trainer's draft equal to the one trained, which it is here."""
+        """Copy the trained weights to the trainer's draft; here they are the same."""
 
     def restore(self) -> None:
-        """Go on from the trainer's draft, and forget the optimizer's moments."""
+        """Restart from the trainer's draft; clear the optimizer's moments."""
         self.step.reset()
 
     def replace(self, draft: Eagle3Draft) -> None:
-        """The trainer has another draft object now; the vocabulary may differ too."""
+        """Use another draft object, possibly with another vocabulary."""
         self.step = TrainStep(draft, self.step.target, self.step.config)
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
-        """Write a checkpoint; OSError if it could not be: training may go on."""
+        """Write a checkpoint; on OSError training may continue."""
         return checkpoint.save(directory, self.step, state)
 
     def load(self, path: str | Path) -> TrainState:
         return checkpoint.load(path, self.step)
 
     def idle(self) -> None:
-        """Call at least every few minutes while nothing is trained."""
+        """Send a heartbeat; call every few minutes while no step runs."""
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """End the other ranks."""
 
 
-def deal_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Share documents out so that the ranks have about equal rows.
+def split_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Distribute documents so that all ranks have about equal numbers of rows.
 
-    Longest first to the rank with the fewest rows (at most 4/3 of the best split,
-    Graham 1969). All documents of one request stay together. Some shares are empty
-    when there are fewer requests than ranks.
+    The longest request goes first, to the rank with the fewest rows (at most 4/3 of the
+    best split, Graham 1969). All documents of a request go to one rank. With fewer
+    requests than ranks some shares are empty.
     """
     requests = by_request(samples)
     rows = {key: sum(map(_num_rows, group)) for key, group in requests.items()}
@@ -174,10 +174,10 @@ def _num_rows(sample: Sample) -> int:
 
 
 class LeadRank:
-    """Steps of a trainer that leads other ranks; methods as those of `OneRank`.
+    """Training steps on many ranks; same methods as `OneRank`.
 
     Args:
-        draft: The trainer's draft: whole, only read and overwritten here.
+        draft: The trainer's draft, unsharded; read and overwritten, not trained.
     """
 
     def __init__(
@@ -190,40 +190,40 @@ class LeadRank:
     ) -> None:
         self.ranks, self.draft = ranks, draft
         self._target, self._config = target, config
-        self._spoken = 0.0
+        self._last_command_s = 0.0
         self._broken = False
-        with self._together():
-            self._order("setup", **setup)
+        with self._collective():
+            self._send_command("setup", **setup)
         self.restore()
 
     def run(
         self, samples: Sequence[Sample], lr_scale: float = 1.0
     ) -> StepResult | None:
-        """The result is of all ranks.
+        """Run a step on all ranks; the result is reduced over them.
 
         Raises:
-            RankLost: A rank is gone. What was published stays published.
+            RankLost: A rank is gone. Published versions stay published.
         """
-        shares = deal_documents(samples, self.ranks.size)
+        shares = split_documents(samples, self.ranks.size)
         batches = [self._pack(share) for share in shares]
-        with self._together():
-            self._order("step", lr_scale=lr_scale)
+        with self._collective():
+            self._send_command("step", lr_scale=lr_scale)
             for rank, batch in enumerate(batches):
                 if rank != LEADER:
                     send(batch, rank)
             return self.step.run(batches[LEADER], lr_scale)
 
     def gather(self) -> None:
-        with self._together(), torch.no_grad():
-            self._order("gather")
+        with self._collective(), torch.no_grad():
+            self._send_command("gather")
             mine = self.draft.named_tensors()
             for name, value in self.step.gathered():
                 mine[name].copy_(value)
 
     def restore(self) -> None:
         draft = self.draft
-        with self._together():
-            self._order(
+        with self._collective():
+            self._send_command(
                 "weights",
                 draft_vocab_size=draft.config.draft_vocab_size,
                 identity=draft.vocab.is_identity,
@@ -243,8 +243,8 @@ class LeadRank:
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
         staged = checkpoint.begin(directory)
-        with self._together():
-            self._order("save", path=str(staged))
+        with self._collective():
+            self._send_command("save", path=str(staged))
             failure = _write(staged, self.step)
         if failure is not None:
             raise failure
@@ -252,23 +252,23 @@ class LeadRank:
 
     def load(self, path: str | Path) -> TrainState:
         state, count = checkpoint.verify(path, self.draft)
-        with self._together():
-            self._order("load", path=str(path), count=count)
+        with self._collective():
+            self._send_command("load", path=str(path), count=count)
             checkpoint.read_tensors(path, self.step, count)
         self.gather()
         return state
 
     def idle(self) -> None:
-        """Tells the others that the leader lives, every `BEAT_S`."""
-        if time.monotonic() - self._spoken >= BEAT_S:
-            with self._together():
-                self._order("beat")
+        """Send the other ranks a heartbeat every `HEARTBEAT_S`."""
+        if time.monotonic() - self._last_command_s >= HEARTBEAT_S:
+            with self._collective():
+                self._send_command("heartbeat")
 
     def close(self) -> None:
-        if self._broken:  # others are in the middle of something, or gone
+        if self._broken:  # other ranks are amid a collective, or gone
             return
-        with contextlib.suppress(RankLost), self._together():
-            self._order("stop")
+        with contextlib.suppress(RankLost), self._collective():
+            self._send_command("stop")
         self.ranks.close()
 
     def _pack(self, share: Sequence[Sample]) -> PackedBatch | None:
@@ -277,39 +277,39 @@ class LeadRank:
         return pack(share, branches=self.step.trains_branches)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """What all ranks do at once; after an exception they are out of step."""
+    def _collective(self) -> Iterator[None]:
+        """Run a collective of all ranks; an exception leaves them out of step."""
         try:
-            with watched():
+            with detect_lost_ranks():
                 yield
         except BaseException:
             self._broken = True
             raise
 
-    def _order(self, name: str, **details: Any) -> None:
-        broadcast_json({"order": name, **details})
-        self._spoken = time.monotonic()
+    def _send_command(self, name: str, **details: Any) -> None:
+        broadcast_json({"command": name, **details})
+        self._last_command_s = time.monotonic()
 
 
 Stepper = OneRank | LeadRank
 """Stepper of a `Trainer`: one rank or the lead of several."""
 
 
-def beat(ranks: Ranks) -> None:
-    """Tell the others, every `BEAT_S`, that the leader lives but has no `LeadRank` yet.
+def send_heartbeat(ranks: Ranks) -> None:
+    """Send a heartbeat of a leader without a `LeadRank`; due every `HEARTBEAT_S`.
 
     Raises:
         RankLost: A rank is gone.
     """
     if ranks.size > 1:
-        with watched():
-            broadcast_json({"order": "beat"})
+        with detect_lost_ranks():
+            broadcast_json({"command": "heartbeat"})
 
 
 def setup_of(
     target_path: str, draft_path: str, shared: Sequence[str], config: TrainConfig
 ) -> dict[str, Any]:
-    """Setup with which other ranks load the same target and draft shape."""
+    """Build the setup from which other ranks load the same target and draft shape."""
     return {
         "target_path": target_path,
         "draft_path": draft_path,
@@ -328,46 +328,46 @@ def load_setup(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainCon
 
 
 def follow(ranks: Ranks, build: Build = load_setup) -> None:
-    """Serve the leader until it says stop, which signals do not.
+    """Run the leader's commands until `stop`; SIGTERM and SIGINT are ignored.
 
     torchrun and a terminal signal all ranks at once: the leader finishes its step and
-    then stops the others.
+    then stops the other ranks.
 
-    `build` makes draft and target of the leader's setup; weights come afterwards.
+    `build` creates draft and target from the leader's setup; weights follow later.
 
     Raises:
         RankLost: The leader or another rank is gone.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    with watched():
-        while (setup := broadcast_json())["order"] == "beat":
+    with detect_lost_ranks():
+        while (setup := broadcast_json())["command"] == "heartbeat":
             pass
         draft, target, config = build(setup)
         step: ShardedStep | None = None
-        while (order := broadcast_json())["order"] != "stop":
-            name = order["order"]
+        while (command := broadcast_json())["command"] != "stop":
+            name = command["command"]
             if name == "weights":
-                step = ShardedStep(_receive_draft(draft, order), target, config, ranks)
-            elif step is not None and name != "beat":
-                _obey(step, order)
+                step = ShardedStep(_recv_draft(draft, command), target, config, ranks)
+            elif step is not None and name != "heartbeat":
+                _run_command(step, command)
     ranks.close()
 
 
-def _obey(step: ShardedStep, order: dict[str, Any]) -> None:
-    match order["order"]:
+def _run_command(step: ShardedStep, command: dict[str, Any]) -> None:
+    match command["command"]:
         case "step":
-            step.run(receive(), order["lr_scale"])
+            step.run(receive(), command["lr_scale"])
         case "gather":
             for _ in step.gathered():
                 pass
         case "save":
-            _write(order["path"], step)  # the leader says what went wrong
+            _write(command["path"], step)  # the leader reports errors
         case "load":
-            checkpoint.read_tensors(order["path"], step, order["count"])
+            checkpoint.read_tensors(command["path"], step, command["count"])
         case other:
             raise TransportError(
-                f"ranks: the leader gave an unknown order {other!r}; all ranks must "
+                f"ranks: unknown command {other!r} from the leader; all ranks must "
                 "run the same version of vllm_tide."
             )
 
@@ -380,10 +380,10 @@ def _write(staged: str | Path, step: ShardedStep) -> OSError | None:
     return None
 
 
-def _receive_draft(base: Eagle3Draft, order: dict[str, Any]) -> Eagle3Draft:
-    size = order["draft_vocab_size"]
+def _recv_draft(base: Eagle3Draft, command: dict[str, Any]) -> Eagle3Draft:
+    size = command["draft_vocab_size"]
     vocab = VocabMap.identity(base.config.vocab_size)
-    if not order["identity"]:
+    if not command["identity"]:
         ids = torch.empty(size, dtype=torch.int64)
         dist.broadcast(ids, LEADER)
         vocab = VocabMap.from_target_ids(ids, base.config.vocab_size)
@@ -392,7 +392,7 @@ def _receive_draft(base: Eagle3Draft, order: dict[str, Any]) -> Eagle3Draft:
         shape = (size, *mine.shape[1:]) if name == "lm_head.weight" else mine.shape
         tensors[name] = torch.empty(shape)
         dist.broadcast(tensors[name], LEADER)
-    return _draft_like(base, tensors, vocab, order["owns_lm_head"])
+    return _draft_like(base, tensors, vocab, command["owns_lm_head"])
 
 
 def _draft_like(

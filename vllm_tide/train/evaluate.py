@@ -1,15 +1,15 @@
-"""Held-out expected acceptance length of a draft.
+"""Expected acceptance length of a draft on held-out rows.
 
-Per row, the chance that the first j drafts are all accepted is a cumulative product
-(conditional: correlation between steps is kept), and their sum plus the target's own
-token is the expected tokens per verify step, as vLLM reports it. Tokens are
-teacher-forced, so this ranks drafts; served counters have the last word.
+Per row, the probability that the first j drafted tokens are all accepted is a
+cumulative product (conditional, so correlation between steps is included). Their sum
+plus the bonus token is the expected number of tokens per verify step, as vLLM reports
+it. Tokens are teacher-forced, so this ranks drafts; the canary decides on served speed.
 
 Four forms: `greedy` (argmax equals the target's argmax: exact for greedy serving of
 greedy text), `mass` (sum min(p, q), sampled drafts), `argmax_mass` (p of the draft's
-argmax: greedy drafts under a sampling target, vLLM's default), `served` (the one of
-these that a request was served in: `greedy` at temperature 0). p is the target's true
-mass on the draft vocabulary at temperature 1, not renormalised.
+argmax: greedy drafts under a sampling target, vLLM's default), `served` (the form that
+applies to the request: `greedy` at temperature 0). p is the target's true mass on the
+draft vocabulary at temperature 1, not renormalised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_tide.train.sample import Sample, TopK, by_request
 
 FORMS = ("greedy", "mass", "argmax_mass", "served")
 _PROBS_BYTES = 128 << 20
-_ROWS = 256  # whose logits [_ROWS, V] are held together
+_ROWS = 256  # rows with logits [_ROWS, V] in memory at once
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Evaluation:
     Attributes:
         requests: Per request key: rows, then accepted drafts in each form.
         reached: Per form, sum over rows of the cumulative product at each step; empty
-            where only the requests are known.
+            if only per-request sums are known.
     """
 
     num_steps: int
@@ -52,23 +52,23 @@ class Evaluation:
         return int(sum(r[0] for r in self.requests.values()))
 
     def acceptance(self, form: str = "served") -> float:
-        """Expected tokens per verify step, the target's own included (1 to K + 1)."""
+        """Expected tokens per verify step, with the bonus token (1 to K + 1)."""
         rows, column = self.num_rows, 1 + FORMS.index(form)
         accepted = sum(r[column] for r in self.requests.values())
         return 1.0 + accepted / rows if rows else math.nan
 
     def standard_error(self, form: str = "served") -> float:
-        """Of `acceptance`, over requests (ratio estimator)."""
+        """Standard error of `acceptance` over requests (ratio estimator)."""
         column = 1 + FORMS.index(form)
         return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
 
     def only(self, keys: Collection[int]) -> Evaluation:
-        """The part of some requests; without the sums over all (`reached`)."""
-        kept = {k: r for k, r in self.requests.items() if k in keys}
-        return Evaluation(self.num_steps, kept)
+        """Return the sums of some requests, without `reached`."""
+        requests = {k: r for k, r in self.requests.items() if k in keys}
+        return Evaluation(self.num_steps, requests)
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """Both together; a request in both counts once, with all its rows."""
+        """Add two evaluations; a request in both is one request with all rows."""
         requests = {key: list(row) for key, row in self.requests.items()}
         for key, row in other.requests.items():
             before = requests.get(key, [0.0] * len(row))
@@ -82,19 +82,19 @@ class Evaluation:
 
 
 class Scores:
-    """Scores of one draft by request, so that it is evaluated on each once."""
+    """Scores of one draft by request, each evaluated once."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        # By request: its windows, and its entry in `Evaluation.requests`.
-        self._kept: dict[int, tuple[list[Sample], list[float]]] = {}
+        # Per request key: its windows and its entry in `Evaluation.requests`.
+        self._scores: dict[int, tuple[list[Sample], list[float]]] = {}
 
     def missing(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Those of requests that were not evaluated with the same windows."""
+        """Return samples of requests not yet evaluated with the same windows."""
         requests = by_request(samples)
         out = []
         for key, windows in requests.items():
-            known, _ = self._kept.get(key, ([], []))
+            known, _ = self._scores.get(key, ([], []))
             if list(map(id, known)) != list(map(id, windows)):
                 out += windows
         return out
@@ -102,21 +102,21 @@ class Scores:
     def add(self, samples: Iterable[Sample], evaluation: Evaluation) -> None:
         requests = by_request(samples)
         for key, row in evaluation.requests.items():
-            self._kept[key] = requests[key], row
+            self._scores[key] = requests[key], row
 
     def of(self, samples: Iterable[Sample]) -> Evaluation:
-        """Evaluation on requests that were added; others are left out."""
-        kept = [key for key in by_request(samples) if key in self._kept]
-        return Evaluation(self._num_steps, {key: self._kept[key][1] for key in kept})
+        """Return the evaluation of the samples' requests, as far as they were added."""
+        keys = [key for key in by_request(samples) if key in self._scores]
+        return Evaluation(self._num_steps, {key: self._scores[key][1] for key in keys})
 
     def keep(self, keys: Collection[int]) -> None:
-        self._kept = {k: v for k, v in self._kept.items() if k in keys}
+        self._scores = {k: v for k, v in self._scores.items() if k in keys}
 
 
 def gain(new: Evaluation, old: Evaluation, form: str = "served") -> tuple[float, float]:
-    """Difference in acceptance length and its paired standard error over requests.
+    """Return the gain in acceptance length and its paired standard error over requests.
 
-    Where the new draft has no number it accepts nothing.
+    A non-finite score of the new draft counts as zero accepted tokens.
     """
     column = 1 + FORMS.index(form)
     pairs = [
@@ -155,13 +155,13 @@ def evaluate(
     attention: str = "auto",
     sampled_form: str = "argmax_mass",
 ) -> Evaluation:
-    """Evaluate a draft, where the target's rows are.
+    """Evaluate a draft on the device of the target's rows.
 
     Args:
         capacity: Rows per batch.
-        dtype: Of the draft; the target's logits are fp32.
-        progress: Called between batches; False ends it there.
-        sampled_form: Form in which requests above temperature 0 are served.
+        dtype: Compute dtype of the draft; the target's logits are fp32.
+        progress: Called between batches; False ends the evaluation.
+        sampled_form: Form that applies to requests above temperature 0.
     """
     result = Evaluation(num_steps)
     result.reached = {form: [0.0] * num_steps for form in FORMS}
@@ -187,7 +187,7 @@ def _target_probs(
     target: TargetRows,
     rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """True mass p^D fp32 [M, V_d] and argmax draft id [M], -1 outside D."""
+    """Return the true mass p^D fp32 [M, V_d] and argmax draft id [M] (-1: not in D)."""
     vocab, device = on_device(draft.vocab, rows.device), rows.device
     size = used.numel(), vocab.target_ids.numel()
     if isinstance(batch.teacher, TopK):
@@ -268,7 +268,7 @@ def _accept(
     best: Tensor,
     at: Tensor,
 ) -> dict[str, Tensor]:
-    """Chance of acceptance per row in each form."""
+    """Return the acceptance probability per row in each form."""
     out = {form: torch.empty(at.numel(), device=at.device) for form in FORMS[:3]}
     for lo in range(0, at.numel(), _ROWS):
         part = slice(lo, lo + _ROWS)

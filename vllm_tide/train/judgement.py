@@ -1,6 +1,6 @@
-"""The gate before publication: is a candidate better than the live draft?
+"""The gate: decides whether a candidate is published in place of the live draft.
 
-Sees evaluations only; who made them, and on what data, is the trainer's business.
+Reads evaluations only; the trainer chooses the data and runs them.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from itertools import pairwise
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.evaluate import FORMS, Evaluation, gain
 
-LEAST_JUDGED = 4  # requests without which a candidate cannot be called harmful
-ENOUGH = 20.0
-"""Evidence that publishes: 1 / 0.05, the share of useless series that ever reach it."""
-_DECAY = 0.95  # of what earlier requests say, per request
-_CAUTION = 0.9  # share of the largest fall to be expected that a bet may risk
-_LEAST = 0.05  # factor of a fall that is larger still
-_FIRST = 0.75  # share of the wealth that is staked from the start
+MIN_HARM_REQUESTS = 4  # fewest requests for the verdict that a candidate is harmful
+PUBLISH_EVIDENCE = 20.0
+"""Evidence needed to publish: 1 / 0.05, where 0.05 is the false-positive rate."""
+_DECAY = 0.95  # weight of earlier requests, per request
+_MAX_RISK = 0.9  # share of the wealth at risk at the largest loss seen
+_MIN_FACTOR = 0.05  # wealth factor of a larger loss
+_INITIAL_STAKE = 0.75  # share of the wealth at stake from the start
 _PRIOR = 0.2  # as if two requests had gained 0.1 tokens, so that the first bet is 1
 WARMUP_SHARE, DECAY_SHARE, FLOOR = 0.1, 0.3, 0.1
-LEAST_RATE = 1 / 4
-"""Share of the learning rate that a trainer begins with and always keeps: a draft that
-fits its traffic is thrown off by more, and with less a shift is learnt too late."""
-REGROWTH = 2.0**0.25
-"""Growth of the learning rate after a cycle that neither helped nor did harm."""
+MIN_RATE = 1 / 4
+"""Initial and smallest share of the learning rate: more harms a draft that fits its
+traffic, less adapts too late to a shift."""
+RATE_GROWTH = 2.0**0.25
+"""Growth of the learning rate after a cycle that was neither better nor harmful."""
 
 
 @dataclass(frozen=True)
 class CycleResult:
-    """One cycle of steps and the decision after it.
+    """Result of one training cycle and the publication decision.
 
     Attributes:
         loss: Mean training loss of the cycle; NaN without steps.
-        new: Candidate on held-out requests, None where not evaluated; `live`: the draft
-            being served.
+        new: Candidate on held-out requests, None if not evaluated; `live`: the live
+            draft on the same requests.
         gain: Candidate minus live draft, expected tokens per verify step, over held-out
             and fresh requests together.
         gain_error: Paired standard error of `gain` over requests.
-        improved: The candidate is better by more than chance, on fresh requests if any.
-        fresh_requests: Requests judged before they were trained on.
-        harmful: The candidate is worse than the live draft by more than chance, in
-            tokens accepted and in probability mass, and worse on fresh requests.
-        evidence: `Evidence.wealth` after the cycle; `ENOUGH` publishes.
-        elsewhere_s: Time in the caller's hands, rests of a shared GPU included (s).
+        improved: The candidate is significantly better, on fresh requests if any.
+        fresh_requests: Requests scored before they were trained on.
+        harmful: The candidate is significantly worse than the live draft in accepted
+            tokens and in probability mass, and worse on fresh requests.
+        evidence: `Evidence.wealth` after the cycle; `PUBLISH_EVIDENCE` publishes.
+        elsewhere_s: Time in `progress` and in pauses of a shared GPU (s).
     """
 
     steps: int
@@ -64,41 +64,42 @@ class CycleResult:
     elsewhere_s: float = 0.0
 
 
-def unjudged(steps: int, loss: float, reason: str) -> CycleResult:
+def without_evaluation(steps: int, loss: float, reason: str) -> CycleResult:
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
 
 
 @dataclass
 class Evidence:
-    """Wealth of a bettor that candidates are better than one live draft.
+    """Sequential test by betting that candidates are better than one live draft.
 
-    The null hypothesis: no request's expected gain is above zero, given all earlier
-    ones. A bet of lambda on gains g multiplies the wealth by 1 + lambda * sum(g), with
-    lambda from earlier requests alone, so that under the null the wealth is a
-    supermartingale and reaches 20 with probability 1/20 at most, however often one
-    looks (Ville; Waudby-Smith and Ramdas, "Estimating means of bounded random variables
-    by betting", 2023). The candidate changes with every cycle: the test is of the
-    series of candidates, each as it was when it was scored. That it is better now is
-    for the recent gain and the held-out requests to say.
+    Null hypothesis: no request's expected gain is above zero, given all earlier ones. A
+    bet of lambda on gains g multiplies the wealth by 1 + lambda * sum(g). As lambda
+    depends on earlier requests only, the wealth is a supermartingale under the null and
+    reaches 20 with probability 1/20 at most, under continuous monitoring (Ville;
+    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting",
+    2023). The candidate changes with every cycle: the test covers the series of
+    candidates, each at the time of its scores. The recent gain and the held-out
+    requests test the current candidate.
 
-    * lambda is the recent mean gain over the recent mean square, never below zero.
-    * It risks at most 0.9 of the largest |sum(g)| seen, taken as 0.8 tokens before; a
-      larger fall leaves a twentieth. So the bound is exact unless gains fall further
-      than they ever did (`scripts/bench/judges.py` has what that costs).
-    * Requests that came together are alike: they are bet on by two, of many by four,
-      and lambda falls as neighbours' gains go together (`alike` over `spread`).
-    * A quarter of the wealth is held back and staked bit by bit, so that candidates
-      that were worse for long do not bury a better one.
+    * lambda is the recent mean gain over the recent mean square, at least zero.
+    * A bet risks at most 0.9 of the wealth at the largest |sum(g)| seen, initially 0.8
+      tokens; a larger loss leaves 1/20. So the bound is exact unless a loss exceeds all
+      earlier ones (`scripts/bench/judges.py` measures the effect).
+    * Requests of one batch are correlated: one bet covers two of them, or four of many,
+      and lambda decreases with the correlation of neighbours (`alike` over `spread`).
+    * A quarter of the wealth is a reserve that is staked gradually, so that a long
+      series of worse candidates does not block a better one.
 
     Attributes:
-        running: Wealth at stake; with `reserve` it is 1 at the start.
+        running: Wealth at stake; `running` + `reserve` is 1 at the start.
         total: Decayed sum of gains (tokens), of `weight` requests.
-        squares: Decayed sum of squares of what was bet on (tokens^2).
-        largest: Of what was bet on, the largest (tokens).
+        squares: Decayed sum of squared bet outcomes (tokens^2).
+        largest: Largest absolute bet outcome (tokens).
+        alike: Decayed autocovariance of neighbouring gains; `spread`: their variance.
     """
 
-    running: float = _FIRST
-    reserve: float = 1 - _FIRST
+    running: float = _INITIAL_STAKE
+    reserve: float = 1 - _INITIAL_STAKE
     total: float = 0.0
     weight: float = 0.0
     squares: float = _PRIOR
@@ -109,16 +110,16 @@ class Evidence:
 
     @property
     def wealth(self) -> float:
-        """The evidence: 1 says nothing, `ENOUGH` is enough."""
+        """Evidence: 1 is none, `PUBLISH_EVIDENCE` suffices to publish."""
         return self.running + self.reserve
 
     @property
     def gain(self) -> float:
-        """Mean gain (tokens), recent requests first; 0 without any."""
+        """Decayed mean gain (tokens); 0 without requests."""
         return self.total / self.weight if self.weight else 0.0
 
     def add(self, gains: Sequence[float]) -> None:
-        """Bet on gains of requests (tokens) that come together, none counted before."""
+        """Bet on gains (tokens) of a batch of requests that were not counted before."""
         count = len(gains)
         parts = math.ceil(count / min(4, max(2, count // 4)))
         for i in range(parts):
@@ -126,37 +127,37 @@ class Evidence:
         if count < 2:
             return
         mean, decay = sum(gains) / count, 0.99**count
-        apart = [gain - mean for gain in gains]
-        squares = sum(a * a for a in apart)
-        self.alike = decay * self.alike + sum(a * b for a, b in pairwise(apart))
-        self.alike += squares / count  # without their mean they seem to go apart
+        residuals = [gain - mean for gain in gains]
+        squares = sum(r * r for r in residuals)
+        self.alike = decay * self.alike + sum(a * b for a, b in pairwise(residuals))
+        self.alike += squares / count  # corrects the bias from the sample mean
         self.spread = decay * self.spread + squares
 
     def dropped(self) -> Evidence:
-        """Evidence left when the candidate is given up: never more."""
+        """Return the evidence after the candidate is discarded; it does not grow."""
         left = min(self.running, 1 - self.reserve)
         return replace(self, running=left, total=0.0, weight=0.0, squares=_PRIOR)
 
     def _bet(self, block: Sequence[float]) -> None:
-        together, decay = sum(block), _DECAY ** len(block)
+        outcome, decay = sum(block), _DECAY ** len(block)
         more = self.reserve * len(block) / (self.requests + 100)
         self.reserve -= more
-        grown = (self.running + more) * max(_LEAST, 1 + self._lambda() * together)
-        self.running = min(grown, 2 * ENOUGH)  # more would only outlast its candidate
-        self.total = decay * self.total + together
+        grown = (self.running + more) * max(_MIN_FACTOR, 1 + self._lambda() * outcome)
+        self.running = min(grown, 2 * PUBLISH_EVIDENCE)  # limits the carry-over
+        self.total = decay * self.total + outcome
         self.weight = decay * self.weight + len(block)
-        self.squares = decay * self.squares + together**2
-        self.largest = max(self.largest, abs(together), *map(abs, block))
+        self.squares = decay * self.squares + outcome**2
+        self.largest = max(self.largest, abs(outcome), *map(abs, block))
         self.requests += len(block)
 
     def _lambda(self) -> float:
         total = self.total + _PRIOR * _DECAY**self.requests
-        bound = min(max(0.0, total) / max(self.squares, 1e-9), _CAUTION / self.largest)
-        # Twice what is seen, less its error: the correlation is underestimated.
+        bound = min(max(0.0, total) / max(self.squares, 1e-9), _MAX_RISK / self.largest)
+        # Twice the estimate minus its error: the correlation is underestimated.
         error = 1 / math.sqrt(min(self.requests, 100) + 1)
-        found = self.alike / max(self.spread, 1e-9) - error
-        tie = min(0.8, max(0.0, 2 * found))
-        return bound * (1 - tie) / (1 + tie)
+        estimate = self.alike / max(self.spread, 1e-9) - error
+        correlation = min(0.8, max(0.0, 2 * estimate))
+        return bound * (1 - correlation) / (1 + correlation)
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,12 @@ class Pair:
         return Pair(self.new + other.new, self.live + other.live)
 
     def gains(self, form: str) -> dict[int, float]:
-        """Tokens per verify step that the candidate gains, by request key."""
+        """Return the candidate's gain in tokens per verify step by request key."""
         column, out = 1 + FORMS.index(form), {}
         for key, row in self.new.requests.items():
             if row[0]:
                 gain = (row[column] - self.live.requests[key][column]) / row[0]
-                # What is no number accepts nothing.
+                # A non-finite score counts as no accepted token.
                 out[key] = gain if math.isfinite(gain) else -float(self.new.num_steps)
         return out
 
@@ -183,74 +184,75 @@ class Pair:
 def judge(
     steps: int,
     loss: float,
-    held_out: Pair,
-    ahead: Pair | None,
+    holdout: Pair,
+    prequential: Pair | None,
     config: TrainConfig,
     metric: str,
     evidence: Evidence,
 ) -> CycleResult:
     """Decide whether the candidate is published.
 
-    `held_out` was judged after the cycle, `ahead` before the cycle trained on it;
+    `holdout` was scored after the cycle, `prequential` before the cycle trained on it;
     `evidence` is of this cycle's and of all earlier scores.
     """
-    both = held_out if ahead is None else held_out + ahead
+    both = holdout if prequential is None else holdout + prequential
     difference, error = gain(both.new, both.live, metric)
-    held, held_error = gain(held_out.new, held_out.live, metric)
-    # What is held out may be of traffic that is gone: what comes decides, if it can.
-    fresh = (0.0, 0.0) if ahead is None else gain(ahead.new, ahead.live, metric)
-    several = ahead is not None and len(ahead.new.requests) > 1
-    now = fresh if several else (difference, error)
-    # What was judged before the cycle cannot speak for what the cycle did.
-    forgot = steps > 0 and held < -held_error
-    # With one request nothing speaks against going on.
+    change, change_error = gain(holdout.new, holdout.live, metric)
+    # Held-out requests may be of earlier traffic: several fresh ones take precedence.
+    num_fresh, fresh = 0, (0.0, 0.0)
+    if prequential is not None:
+        num_fresh = len(prequential.new.requests)
+        fresh = gain(prequential.new, prequential.live, metric)
+    now = fresh if num_fresh > 1 else (difference, error)
+    # Prequential scores precede the cycle, so only held-out ones measure its effect.
+    forgot = steps > 0 and change < -change_error
+    # One request has no standard error: treat it as an improvement.
     improved = len(both.new.requests) < 2 or now[0] >= max(config.min_gain, now[1])
     worse = difference < -max(2 * error, config.min_gain) and _moved_away(both)
-    harmful = worse and fresh[0] < 0 and len(both.new.requests) >= LEAST_JUDGED
+    harmful = worse and fresh[0] < 0 and len(both.new.requests) >= MIN_HARM_REQUESTS
     publish = False
     reason = (
         f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
-        f"{min(evidence.wealth, ENOUGH):.2g} of {ENOUGH:.0f}"
+        f"{min(evidence.wealth, PUBLISH_EVIDENCE):.2g} of {PUBLISH_EVIDENCE:.0f}"
     )
     if not evidence.requests:
         reason = "no request has been scored yet"
     elif evidence.gain < config.min_gain:
         reason += f"; gain below min_gain {config.min_gain}"
     elif forgot:
-        reason += f"; held-out requests got worse: {held:+.4f} +- {held_error:.4f}"
+        reason += f"; held-out requests got worse: {change:+.4f} +- {change_error:.4f}"
     elif now[0] < -now[1]:
         reason += f"; the newest requests got worse: {now[0]:+.4f} +- {now[1]:.4f}"
     else:
-        # A harmful candidate is dropped, not served.
-        publish = evidence.wealth >= ENOUGH and not harmful
+        # A harmful candidate is discarded, not served.
+        publish = evidence.wealth >= PUBLISH_EVIDENCE and not harmful
     return CycleResult(
         steps,
         loss,
-        held_out.new,
-        held_out.live,
+        holdout.new,
+        holdout.live,
         difference,
         error,
         publish,
         reason,
         improved,
-        0 if ahead is None else len(ahead.new.requests),
+        num_fresh,
         harmful,
         evidence.wealth,
     )
 
 
 def _moved_away(pair: Pair) -> bool:
-    """True if the candidate's distribution is further from the target's.
+    """Return whether the candidate's distribution is further from the target's.
 
-    One that comes nearer may lose best tokens on the way, which is all there is to
-    lose while it is untrained.
+    An untrained draft that gets closer may lose some argmax matches meanwhile.
     """
     difference, error = gain(pair.new, pair.live, "mass")
     return difference < -error
 
 
 def cycle_lr_scale(step: int, total: int) -> float:
-    """Linear warm-up, plateau, linear decay, so that a cycle ends at a quiet point."""
+    """Return the learning rate scale: linear warm-up, plateau, linear decay."""
     warm = max(1, round(total * WARMUP_SHARE))
     if step < warm:
         return (step + 1) / (warm + 1)
@@ -260,15 +262,15 @@ def cycle_lr_scale(step: int, total: int) -> float:
 
 
 def next_rate(rate: float, result: CycleResult) -> float:
-    """Share of the learning rate for the next cycle.
+    """Return the share of the learning rate for the next cycle.
 
-    A draft that already fits its traffic is thrown off by steps that a shift needs, and
-    takes many cycles to come back; those are cycles in which a shift is not learnt
-    either. Steps grow again with every cycle that does no harm. Not with a shift: a
-    gate that pauses after a useless cycle sees the shift again right after, and would
-    have every cycle start over with steps that are too large.
+    Steps of the size that a traffic shift needs harm a draft that fits its traffic; it
+    then takes many cycles to recover, in which it does not learn a shift either. So the
+    rate halves after harm and grows again with every other cycle. A detected shift does
+    not raise it: a gate that pauses after a useless cycle detects the shift again, and
+    every cycle would restart with steps that are too large.
     """
     if result.harmful:
-        return max(LEAST_RATE, 0.5 * rate)
+        return max(MIN_RATE, 0.5 * rate)
     helped = result.improved and (result.gain > 0 or result.fresh_requests > 1)
-    return min(1.0, rate * (2.0 if helped else REGROWTH))
+    return min(1.0, rate * (2.0 if helped else RATE_GROWTH))

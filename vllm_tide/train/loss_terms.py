@@ -4,7 +4,7 @@ Every term has the logit gradient of a cross entropy with a pseudo target t:
 
     d l / d z = (sum t) q - t,   t = -q * d l / d q  (a multiple of q may be added)
 
-so a weighted sum of terms costs one softmax and one weighted sum of their targets.
+so a weighted sum of terms needs one softmax and one weighted sum of their targets.
 
     forward_kl  sum p log(p/q)             t = p
     reverse_kl  sum q log(q/p)             t = -q log(q/p)
@@ -12,13 +12,13 @@ so a weighted sum of terms costs one softmax and one weighted sum of their targe
     next_token  -log q_x                   t = 1_x
     discard     sum f log(f/q)             t = f, top k of p renormalised
 
-`discard` is the second part of Aurora's eq. 3, filtered as its section 3 says.
+`discard` is the second part of Aurora's eq. 3, filtered as in its section 3.
 
-a = sum min(p, q) is the acceptance and 1 - a the total variation. The KL terms take p^,
-renormalised over the draft vocabulary; a takes the target's true mass there, which is
-what verification accepts.
+a = sum min(p, q) is the acceptance and 1 - a the total variation. The KL terms use p^,
+renormalised over the draft vocabulary; a uses the target's true mass on it, which
+determines what verification accepts.
 
-Shapes: n rows, V draft vocabulary, B outcomes the teacher tells apart (V, or k + 1).
+Shapes: n rows, V draft vocabulary, B outcomes of the teacher (V, or k + 1).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch import Tensor
 from vllm_tide.config import ConfigError, TrainConfig
 
 NEXT_TOKEN, DISCARD = "next_token", "discard"
-FLOOR = 1e-30  # smallest teacher probability whose logarithm is taken
+FLOOR = 1e-30  # lower bound of teacher probabilities in logarithms
 
 
 class Outcomes:
-    """Teacher and draft over all V draft tokens, n rows.
+    """Teacher and draft distributions over all V draft tokens, n rows.
 
     Attributes:
         z: [n, V] logits, at least fp32.
@@ -63,7 +63,7 @@ class Outcomes:
 
     @cached_property
     def log_q(self) -> Tensor:
-        """[n, B] logarithm of `outcome_q`; zero where that outcome cannot happen."""
+        """[n, B] logarithm of `outcome_q`; zero where the outcome is impossible."""
         return self.z - self.lse[:, None]
 
     @property
@@ -74,12 +74,12 @@ class Outcomes:
         return self.lse - torch.linalg.vecdot(self.p, self.z)
 
     def spread(self, target: Tensor) -> Tensor:
-        """Pseudo target [n, B] over outcomes to [n, V] over tokens."""
+        """Convert a pseudo target [n, B] over outcomes to [n, V] over tokens."""
         return target
 
     @cached_property
     def true_p(self) -> Tensor:
-        """[n, B] target's true probability of each outcome."""
+        """[n, B] true probability of each outcome under the target."""
         return self.p if self.mass is None else self.p * self.mass[:, None]
 
     @cached_property
@@ -88,22 +88,22 @@ class Outcomes:
         return torch.minimum(self.true_p, self.outcome_q).sum(-1)
 
     @cached_property
-    def hits(self) -> Tensor:
+    def below_target(self) -> Tensor:
         """[n, B], q where q <= p, else zero."""
         q = self.outcome_q
         return torch.where(q <= self.true_p, q, 0.0)
 
 
 class BucketedOutcomes(Outcomes):
-    """Teacher that lists k tokens and knows the mass of all others only in sum.
+    """Teacher of k listed tokens and one tail outcome for all other tokens.
 
-    Terms then compare the two distributions over k + 1 outcomes: exact for what is
-    listed; for the rest a lower bound of a divergence, an upper bound of acceptance.
-    Inside the rest, a term moves mass in proportion to q.
+    Terms compare the two distributions over k + 1 outcomes: exact for listed tokens;
+    the tail gives a lower bound of a divergence and an upper bound of acceptance.
+    Within the tail, a term moves mass in proportion to q.
 
     Args:
         z: [n, V] logits.
-        p: [n, k + 1] teacher, the rest last, zero for a listed token outside D.
+        p: [n, k + 1] teacher, tail last, zero for a listed token outside D.
         plogp: [n].
         mass: [n] or None.
         ids: int64 [n, k] draft ids, distinct in a row, -1 outside D.
@@ -115,16 +115,16 @@ class BucketedOutcomes(Outcomes):
         super().__init__(z, p, plogp, mass)
         inside = ids >= 0
         self._at = at = ids.clamp(min=0)
-        # a sum, not an assignment: several tokens outside D share column 0
+        # Add, not assign: several tokens outside D share column 0.
         hide = torch.where(inside, float("-inf"), 0.0).to(z.dtype)
         others = z.scatter_add(1, at, hide)
         none_left = others.amax(-1, keepdim=True).isneginf()
-        log_rest = torch.logsumexp(others, -1, keepdim=True) - self.lse[:, None]
+        log_tail = torch.logsumexp(others, -1, keepdim=True) - self.lse[:, None]
         self._within = torch.softmax(others, -1).masked_fill_(none_left, 0.0)
         listed = (z.gather(1, at) - self.lse[:, None]).masked_fill_(~inside, 0.0)
-        q = torch.cat([listed.exp().masked_fill_(~inside, 0.0), log_rest.exp()], -1)
+        q = torch.cat([listed.exp().masked_fill_(~inside, 0.0), log_tail.exp()], -1)
         self._outcome_q = q
-        self._log_q = torch.cat([listed, log_rest.masked_fill_(none_left, 0.0)], -1)
+        self._log_q = torch.cat([listed, log_tail.masked_fill_(none_left, 0.0)], -1)
 
     @property
     def outcome_q(self) -> Tensor:
@@ -139,17 +139,17 @@ class BucketedOutcomes(Outcomes):
         return self.p[:, :-1]
 
     def cross_entropy(self) -> Tensor:
-        """[n], -sum p log q over the k + 1 outcomes."""
+        """Return [n], -sum p log q over the k + 1 outcomes."""
         return -torch.linalg.vecdot(self.p, self._log_q)
 
     def spread(self, target: Tensor) -> Tensor:
-        """The rest's target goes to its tokens in proportion to q."""
+        """Distribute the tail's target over its tokens in proportion to q."""
         dense = self._within * target[:, -1:]
         return dense.scatter_add_(1, self._at, target[:, :-1])
 
 
 @dataclass(frozen=True)
-class Pull:
+class TermResult:
     """Values and pseudo targets of a term for n rows.
 
     Attributes:
@@ -166,12 +166,12 @@ class Pull:
 LK_ETA = 3.0
 """Rate at which `lk_hybrid` moves from KL to TV as acceptance grows."""
 DISCARD_TOPK = 10
-"""Teacher tokens kept by the `discard` term."""
+"""Teacher tokens used by the `discard` term."""
 
 
 @dataclass(frozen=True)
 class LossMix:
-    """Which terms are summed, and their knobs.
+    """Weights and parameters of the summed terms.
 
     Attributes:
         weights: Term to weight, all positive; `discard` comes last.
@@ -183,16 +183,16 @@ class LossMix:
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> LossMix:
-        """Terms of weight zero are left out.
+        """Build the mix; terms of weight zero are left out.
 
         Raises:
-            ConfigError: No term is left.
+            ConfigError: All weights are zero.
         """
         named = {str(n): w for n, w in config.loss.items() if w > 0}
         if not named:
             raise ConfigError(
-                "train.loss: every weight is zero, so nothing would be trained; give "
-                'one term a positive weight, for example {"forward_kl": 1.0}.'
+                "train.loss: every weight is zero; give one term a positive weight, "
+                'for example {"forward_kl": 1.0}.'
             )
         last = {n: named.pop(n) for n in (DISCARD,) if n in named}
         return cls({**named, **last})
@@ -211,47 +211,47 @@ class LossMix:
 
     @property
     def needs_mass(self) -> bool:
-        """Some term is about acceptance, so a pruned teacher's mass is needed."""
+        """Whether a term uses acceptance, hence the mass on a pruned vocabulary."""
         return "lk_hybrid" in self.weights
 
 
-Term = Callable[[Outcomes, LossMix], Pull]
+Term = Callable[[Outcomes, LossMix], TermResult]
 
 
-def forward_kl(rows: Outcomes, mix: LossMix) -> Pull:
-    return Pull(rows.plogp + rows.cross_entropy(), rows.p)
+def forward_kl(rows: Outcomes, mix: LossMix) -> TermResult:
+    return TermResult(rows.plogp + rows.cross_entropy(), rows.p)
 
 
-def reverse_kl(rows: Outcomes, mix: LossMix) -> Pull:
-    """KL(q || p^); p^ is not taken below `FLOOR`."""
+def reverse_kl(rows: Outcomes, mix: LossMix) -> TermResult:
+    """Compute KL(q || p^), with p^ at least `FLOOR`."""
     ratio = rows.log_q - rows.p.clamp_min(FLOOR).log()
     target = ratio.mul_(rows.outcome_q).neg_()
     total = target.sum(-1)
-    return Pull(-total, target, total)
+    return TermResult(-total, target, total)
 
 
-def lk_hybrid(rows: Outcomes, mix: LossMix) -> Pull:
-    """L KL(p^ || q) + (1 - L) TV, L = exp(-eta a) per row and not differentiated."""
+def lk_hybrid(rows: Outcomes, mix: LossMix) -> TermResult:
+    """Compute L KL(p^ || q) + (1 - L) TV, L = exp(-eta a) per row, detached."""
     share = torch.exp(-mix.lk_eta * rows.acceptance)
     kl = rows.plogp + rows.cross_entropy()
     value = share * kl + (1 - share) * (1.0 - rows.acceptance)
-    target = torch.lerp(rows.hits, rows.p, share[:, None])
-    return Pull(value, target, target.sum(-1))
+    target = torch.lerp(rows.below_target, rows.p, share[:, None])
+    return TermResult(value, target, target.sum(-1))
 
 
-def discard(rows: Outcomes, mix: LossMix) -> Pull:
-    """KL(f || q), f the `discard_topk` likeliest tokens of p^, renormalised.
+def discard(rows: Outcomes, mix: LossMix) -> TermResult:
+    """Compute KL(f || q) with f the `discard_topk` top tokens of p^, renormalised.
 
-    A top-k teacher that lists fewer gives what it lists. Equal probabilities at the cut
-    fall either way.
+    A top-k teacher with fewer tokens gives all of them. Ties at the cut are broken
+    arbitrarily.
     """
     listed = rows.listed_p
-    kept, at = listed.topk(min(mix.discard_topk, listed.shape[-1]))
-    kept = kept / kept.sum(-1, keepdim=True).clamp_min(FLOOR)
+    f, at = listed.topk(min(mix.discard_topk, listed.shape[-1]))
+    f = f / f.sum(-1, keepdim=True).clamp_min(FLOOR)
     log_q = rows.log_q.gather(1, at)
-    value = (torch.xlogy(kept, kept) - kept * log_q).sum(-1)
-    target = torch.zeros_like(rows.p).scatter_(1, at, kept)
-    return Pull(value, target, kept.sum(-1))
+    value = (torch.xlogy(f, f) - f * log_q).sum(-1)
+    target = torch.zeros_like(rows.p).scatter_(1, at, f)
+    return TermResult(value, target, f.sum(-1))
 
 
 TERMS: dict[str, Term] = {
@@ -269,49 +269,49 @@ def combine(
     weights: Tensor,
     labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Unweighted values [T, n] of T terms, and the gradient [n, V] of the weighted sum.
+    """Return values [T, n] of T terms and the gradient [n, V] of their weighted sum.
 
     Args:
         rows: n rows; `rows.q` is overwritten.
         weights: [T, n], weight of each term at each row, dtype of the logits.
-        labels: int64 [n], draft id of the token that followed, -1 where `next_token`
-            has none (value and gradient zero).
+        labels: int64 [n], draft id of the following token, -1 without one (value and
+            gradient of `next_token` are zero).
     """
     values = torch.empty_like(weights)
-    pulls: list[tuple[Pull, Tensor]] = []
+    results: list[tuple[TermResult, Tensor]] = []
     label_weight: Tensor | None = None
     at = labels.clamp(min=0)[:, None]
     for value, name, weight in zip(values, names, weights, strict=True):
         if name == NEXT_TOKEN:
             label_weight = weight.masked_fill(labels < 0, 0.0)
-            surprise = rows.lse - rows.z.gather(1, at)[:, 0]
-            value.copy_(surprise.masked_fill_(labels < 0, 0.0))
+            nll = rows.lse - rows.z.gather(1, at)[:, 0]
+            value.copy_(nll.masked_fill_(labels < 0, 0.0))
         else:
-            pull = TERMS[name](rows, mix)
-            value.copy_(pull.value)
-            pulls.append((pull, weight))
-    if len(pulls) == 1 and label_weight is None:  # the common case: two passes over q
-        ((pull, weight),) = pulls
-        grad = rows.q if pull.total is None else rows.q.mul_(pull.total[:, None])
-        return values, grad.sub_(rows.spread(pull.target)).mul_(weight[:, None])
-    return values, _weighted_gradient(rows, pulls, label_weight, at)
+            result = TERMS[name](rows, mix)
+            value.copy_(result.value)
+            results.append((result, weight))
+    if len(results) == 1 and label_weight is None:  # the common case: two passes over q
+        ((result, weight),) = results
+        grad = rows.q if result.total is None else rows.q.mul_(result.total[:, None])
+        return values, grad.sub_(rows.spread(result.target)).mul_(weight[:, None])
+    return values, _weighted_gradient(rows, results, label_weight, at)
 
 
 def _weighted_gradient(
     rows: Outcomes,
-    pulls: list[tuple[Pull, Tensor]],
+    results: list[tuple[TermResult, Tensor]],
     label_weight: Tensor | None,
     at: Tensor,
 ) -> Tensor:
     total = torch.zeros_like(rows.lse)
     target = torch.zeros_like(rows.p)
-    for pull, weight in pulls:
-        total += weight if pull.total is None else weight * pull.total
-        target.addcmul_(pull.target, weight[:, None])
+    for result, weight in results:
+        total += weight if result.total is None else weight * result.total
+        target.addcmul_(result.target, weight[:, None])
     if label_weight is not None:
         total += label_weight
     grad = rows.q.mul_(total[:, None])
-    if pulls:
+    if results:
         grad.sub_(rows.spread(target))
     if label_weight is not None:
         grad.scatter_add_(1, at, -label_weight[:, None])

@@ -1,16 +1,16 @@
-"""The weighted loss against the target's distribution, fused with the draft's LM head.
+"""The weighted loss against the target's distribution, fused with `lm_head`.
 
     loss = sum_i gamma^i sum_terms w_term (sum_r m_r l_r) / (sum_r m_r)
 
-over the rows r of step i. m_r is one over the rows of the row's request, so every
-request weighs the same however long it is; both sums go over all ranks before they are
-divided, so a rank with short documents weighs no more than another. Three kinds of rows
-have means of their own: committed rows, those of them with a following token in the
-draft vocabulary (`next_token`), and rejected branches (the two expectations of Aurora's
+over the rows r of step i. m_r is one over the rows of the row's request, so that all
+requests have equal weight. Both sums are reduced over all ranks before the division, so
+that the document lengths of a rank do not change its weight. Three kinds of rows have
+separate means: committed rows, committed rows with a following token in the draft
+vocabulary (`next_token`), and rejected branches (the two expectations of Aurora's
 eq. 3).
 
-Logits live only for one chunk of rows and never enter the autograd tape: the terms of
-`loss_terms` give their gradients in closed form.
+Logits exist for one chunk of rows at a time and not on the autograd tape: the terms of
+`loss_terms` have closed-form gradients.
 
 Shapes: L loss rows, M teacher rows, V_d draft and V_t target vocabulary, H hidden,
 T terms.
@@ -38,28 +38,28 @@ from vllm_tide.train.loss_terms import (
 from vllm_tide.train.packing import LossRows
 from vllm_tide.train.sample import TopK
 
-CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk: larger ones are paged in each time
-GPU_CHUNK_BYTES = 128 << 20  # each reads the whole LM head
-HEAD_BLOCK_BYTES = 16 << 20  # logit gradients kept for one GEMM of the head gradient
+CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk; larger ones are paged in each time
+GPU_CHUNK_BYTES = 128 << 20  # each chunk reads the whole `lm_head`
+LOGIT_GRAD_BYTES = 16 << 20  # logit gradients of one GEMM for the `lm_head` gradient
 
 
-# A request with fewer trained rows than this weighs less than a full one, so that
-# equal weight per request does not hand a batch to its shortest documents.
+# A request with fewer trained rows has less weight; else the shortest documents would
+# dominate a batch.
 MIN_ROWS_OF_FULL_WEIGHT = 64
 NUM_KINDS = 3  # committed, labelled, branch
 _KINDS = {NEXT_TOKEN: 1, DISCARD: 2}
 
 
 def kind_of(term: str) -> int:
-    """Kind of rows, of `NUM_KINDS`, that a term is a mean over."""
+    """Return the kind of rows (below `NUM_KINDS`) that a term averages over."""
     return _KINDS.get(term, 0)
 
 
 def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
-    """float64 [L]: one over the rows of the row's request, at most 1/64.
+    """Return float64 [L]: one over the rows of the row's request, at most 1/64.
 
-    Committed and branch rows are counted apart, at step 0. Documents with one key are
-    one request.
+    Committed and branch rows are counted separately, at step 0. Documents with equal
+    keys are one request.
     """
     numbers: dict[int, int] = {}
     owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
@@ -70,13 +70,13 @@ def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
 
 
 def kind_weights(rows: LossRows, labels: Tensor, weights: Tensor) -> Tensor:
-    """float64 [NUM_KINDS, L]: weight of each row, zero outside the kind."""
+    """Return float64 [NUM_KINDS, L]: weight of each row, zero outside the kind."""
     committed = weights.masked_fill(rows.branch, 0.0)
     return torch.stack([committed, committed * (labels >= 0), weights * rows.branch])
 
 
 def sum_by_step(values: Tensor, step: Tensor, num_steps: int) -> Tensor:
-    """float64 [G, num_steps]: sums of `values` [G, L] over the rows of each step."""
+    """Sum `values` [G, L] over the rows of each step; float64 [G, num_steps]."""
     out = torch.zeros(values.shape[0], num_steps, dtype=torch.float64)
     return out.index_add_(1, step, values.to(torch.float64))
 
@@ -91,7 +91,7 @@ class LossSums:
 
     Attributes:
         numerators: float64 [T, K], weighted values.
-        denominators: float64 [T, K], weights; zero where a term has no row.
+        denominators: float64 [T, K], weights; zero for a term without rows.
     """
 
     mix: LossMix
@@ -122,11 +122,11 @@ class LossSums:
 
 
 class LossSummer:
-    """Weighs the rows of one batch; one object per step.
+    """Weights and sums of one batch; one object per step.
 
-    All on the host, where the rows were planned. One vector goes over the ranks before
-    the logits (denominators: the gradient needs them) and one after (numerators: only
-    reported). Every rank sends both, with or without rows.
+    Runs on the host, where the rows are planned. One vector is reduced over the ranks
+    before the logits (denominators, which the gradient needs) and one after them
+    (numerators, for reports). Every rank reduces both, with or without rows.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class LossSummer:
         keys: Sequence[int],
         num_tokens: int,
     ) -> Tensor | None:
-        """Weight of each term at each of this rank's rows, float64 [T, L].
+        """Return the weight of each term at each row of this rank, float64 [T, L].
 
-        None when no rank has a row that a term applies to.
+        None if no rank has a row that a term applies to.
         """
         sums = torch.zeros(NUM_KINDS, self.num_steps, dtype=torch.float64)
         counts = [1, num_tokens, 0, 0]
@@ -170,7 +170,7 @@ class LossSummer:
         return self._by_term * self._scale()[:, self._step]
 
     def close(self, values: Tensor | None) -> LossSums:
-        """Sum the values [T, L] of this rank (None has none) and of the others."""
+        """Sum the values [T, L] over all ranks; None: this rank has no rows."""
         sums = torch.zeros_like(self._denominators)
         if values is not None and self._step is not None:
             weighed = values.cpu() * self._by_term
@@ -179,7 +179,7 @@ class LossSummer:
         return LossSums(self.mix, sums, self._denominators, *self._counts)
 
     def _scale(self) -> Tensor:
-        """float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
+        """Return float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
         share = self._denominators
         weights = torch.tensor(list(self.mix.weights.values()), dtype=torch.float64)
         decay = self.decay ** torch.arange(self.num_steps, dtype=torch.float64)
@@ -192,7 +192,7 @@ class LossSummer:
 
 @dataclass(frozen=True)
 class HiddenTeacher:
-    """The whole distribution, from the target's final hidden state.
+    """Full teacher distribution from the target's final hidden state.
 
     Attributes:
         probs: [M, V_d], renormalised over the draft vocabulary.
@@ -211,29 +211,29 @@ class HiddenTeacher:
         target: TargetRows,
         rows: Tensor,
         dtype: torch.dtype,
-        kept: Tensor | None = None,
+        target_ids: Tensor | None = None,
     ) -> HiddenTeacher:
-        """Softmax of the target's logits.
+        """Compute the softmax of the target's logits.
 
         Args:
             hidden: [M, H] after the final norm.
-            rows: [V_d, H] output rows of the draft vocabulary; with `kept`, all
-                [V_t, H] rows.
-            kept: int64 [V_d] target ids of the draft vocabulary: `mass` is wanted.
+            rows: [V_d, H] output rows of the draft vocabulary; all [V_t, H] rows if
+                `target_ids` is given.
+            target_ids: int64 [V_d] target ids of the draft vocabulary; sets `mass`.
         """
-        size = rows.shape[0] if kept is None else kept.numel()
+        size = rows.shape[0] if target_ids is None else target_ids.numel()
         count, device = hidden.shape[0], hidden.device
         wide = torch.promote_types(dtype, torch.float32)
         probs = torch.empty(count, size, dtype=dtype, device=device)
         plogp = torch.empty(count, dtype=wide, device=device)
-        mass = None if kept is None else torch.empty_like(plogp)
+        mass = None if target_ids is None else torch.empty_like(plogp)
         chunk = max(1, _chunk_bytes(device) // (4 * rows.shape[0]))
         for lo, hi in _blocks(0, count, chunk):
             z = target.logits(hidden[lo:hi].to(rows.dtype), rows).to(wide)
-            if mass is not None and kept is not None:
-                whole = torch.logsumexp(z, -1)
-                z = z[:, kept]
-                mass[lo:hi] = (torch.logsumexp(z, -1) - whole).exp_()
+            if mass is not None and target_ids is not None:
+                full = torch.logsumexp(z, -1)
+                z = z[:, target_ids]
+                mass[lo:hi] = (torch.logsumexp(z, -1) - full).exp_()
             p = torch.softmax(z, dim=-1)
             lse = z.amax(-1) - p.amax(-1).log()
             plogp[lo:hi] = torch.linalg.vecdot(p, z) - lse
@@ -241,18 +241,18 @@ class HiddenTeacher:
         return cls(probs, plogp, mass)
 
     def outcomes(self, index: Tensor, z: Tensor) -> Outcomes:
-        """Teacher rows `index` (int64 [n]) beside logits z [n, V_d]."""
+        """Combine teacher rows `index` (int64 [n]) with logits z [n, V_d]."""
         mass = None if self.mass is None else self.mass[index]
         return Outcomes(z, self.probs[index].to(z.dtype), self.plogp[index], mass)
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """A captured top-k list, and all other tokens as one outcome.
+    """Teacher distribution over captured top-k tokens and one tail outcome.
 
     Attributes:
         ids: int64 [M, k] draft ids, -1 outside the draft vocabulary.
-        probs: [M, k + 1] renormalised over the draft vocabulary, the rest last.
+        probs: [M, k + 1] renormalised over the draft vocabulary, tail last.
         plogp: [M].
         mass: [M] mass before renormalising; None means one.
     """
@@ -266,8 +266,8 @@ class TopKTeacher:
     def from_topk(cls, topk: TopK, vocab: VocabMap) -> TopKTeacher:
         """Restrict a list and its tail to the draft vocabulary D.
 
-        The tail is taken to lie in D (which part of it does was not captured), unless
-        the list names all of D. A row with no mass in D teaches nothing.
+        The tail counts as part of D (which share of it is in D is not captured), unless
+        the list contains all of D. A row without mass in D has no gradient.
         """
         wide = torch.promote_types(topk.logprobs.dtype, torch.float32)
         ids = vocab.draft_ids[topk.ids.long()]
@@ -279,7 +279,7 @@ class TopKTeacher:
         probs = torch.cat([p, tail[:, None]], -1)
         empty = mass <= 0
         probs = probs / mass.masked_fill(empty, 1.0)[:, None]
-        probs[:, -1].masked_fill_(empty, 1.0)  # the rest, in proportion to q: no pull
+        probs[:, -1].masked_fill_(empty, 1.0)  # tail in proportion to q: no gradient
         plogp = torch.xlogy(probs, probs).sum(-1)
         return cls(ids, probs, plogp, None if vocab.is_identity else mass)
 
@@ -299,11 +299,11 @@ Teacher = HiddenTeacher | TopKTeacher
 
 @dataclass(frozen=True)
 class KernelTeacher:
-    """The whole distribution, never in memory: a kernel takes the KL of logits.
+    """Full teacher distribution, not materialized: a kernel computes KL from logits.
 
     Attributes:
         hidden: [M, H] after the final norm, dtype of `rows`.
-        target: Gives scale and soft cap of the logits.
+        target: Has scale and soft cap of the logits.
         rows: [V_d, H] output rows of the draft vocabulary.
     """
 
@@ -313,15 +313,15 @@ class KernelTeacher:
 
     @staticmethod
     def fits(mix: LossMix, device: torch.device) -> bool:
-        """True if it gives on this device what `HiddenTeacher` gives."""
+        """Return whether it supports these terms and this device."""
         if device.type != "cuda" or mix.names not in (("forward_kl",), ("reverse_kl",)):
             return False
-        from vllm_tide.kernels.launch import HAVE_TRITON  # slow: not on a CPU
+        from vllm_tide.kernels.launch import HAVE_TRITON  # slow import; not for CPUs
 
         return HAVE_TRITON
 
-    def pull(self, task: LossTask, part: slice, z: Tensor, grad_out: Tensor) -> Tensor:
-        """Values [n] of loss rows with logits z; their gradient goes to `grad_out`."""
+    def compute(self, task: LossTask, part: slice, z: Tensor, out: Tensor) -> Tensor:
+        """Return values [n] of loss rows with logits z; write the gradient to `out`."""
         from vllm_tide.kernels.kl_loss import kl_rows
 
         return kl_rows(
@@ -329,7 +329,7 @@ class KernelTeacher:
             self.target.logits(self.hidden[task.index[part]], self.rows),
             task.weights[0, part],
             reverse=task.mix.names == ("reverse_kl",),
-            grad_out=grad_out,
+            grad_out=out,
         )
 
 
@@ -340,9 +340,9 @@ class LossTask:
     Attributes:
         index: int64 [L], row of the teacher.
         weights: [T, L], weight of each term at each row, at least fp32.
-        labels: int64 [L], draft id of the token that followed, -1 none.
-        num_committed: Rows before this one get the mix's committed terms, the others
-            its branch terms.
+        labels: int64 [L], draft id of the following token, -1 none.
+        num_committed: Number of leading rows with the committed terms of the mix; the
+            other rows have its branch terms.
     """
 
     mix: LossMix
@@ -352,7 +352,7 @@ class LossTask:
     num_committed: int
 
     def segments(self) -> list[tuple[int, int, int, int]]:
-        """Runs of rows with their terms: first row, end, first term, end."""
+        """Return runs of rows with their terms: first row, end, first term, end."""
         first, terms = len(self.mix.committed), len(self.mix.names)
         rows, split = self.index.numel(), self.num_committed
         runs = [(0, split, 0, first), (split, rows, first, terms)]
@@ -368,34 +368,34 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield lo, min(stop, lo + size)
 
 
-class _FusedHeadLoss(torch.autograd.Function):
+class _FusedLmHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         normed: Tensor,
         master: Tensor,
-        head: Tensor,
+        lm_head: Tensor,
         teacher: Teacher | KernelTeacher,
         task: LossTask,
     ) -> tuple[Tensor, Tensor]:
-        count, size = normed.shape[0], head.shape[0]
+        count, size = normed.shape[0], lm_head.shape[0]
         wide = torch.promote_types(normed.dtype, torch.float32)
         values = torch.zeros_like(task.weights)
         grad_normed = torch.zeros_like(normed)
-        grad_head = torch.zeros_like(master) if master.requires_grad else None
+        grad_rows = torch.zeros_like(master) if master.requires_grad else None
         chunk = max(1, min(count, _chunk_bytes(normed.device) // (4 * size)))
-        per_block = max(1, HEAD_BLOCK_BYTES // (normed.element_size() * size * chunk))
+        per_block = max(1, LOGIT_GRAD_BYTES // (normed.element_size() * size * chunk))
         block = max(1, min(count, per_block * chunk))
-        kept = torch.empty(block, size, dtype=normed.dtype, device=normed.device)
+        grads = torch.empty(block, size, dtype=normed.dtype, device=normed.device)
         names = task.mix.names
         for first, end, low, high in task.segments():
             terms = slice(low, high)
             for start, stop in _blocks(first, end, block):
                 for lo, hi in _blocks(start, stop, chunk):
-                    z = torch.mm(normed[lo:hi], head.t())
-                    g = kept[lo - start : hi - start]
+                    z = torch.mm(normed[lo:hi], lm_head.t())
+                    g = grads[lo - start : hi - start]
                     if isinstance(teacher, KernelTeacher):
-                        values[0, lo:hi] = teacher.pull(task, slice(lo, hi), z, g)
+                        values[0, lo:hi] = teacher.compute(task, slice(lo, hi), z, g)
                     else:
                         values[terms, lo:hi], grad = combine(
                             teacher.outcomes(task.index[lo:hi], z.to(wide)),
@@ -405,39 +405,39 @@ class _FusedHeadLoss(torch.autograd.Function):
                             task.labels[lo:hi],
                         )
                         g.copy_(grad)
-                    torch.mm(g, head, out=grad_normed[lo:hi])
-                if grad_head is not None:
-                    grad_head += torch.mm(kept[: stop - start].t(), normed[start:stop])
-        ctx.save_for_backward(grad_normed, grad_head)
+                    torch.mm(g, lm_head, out=grad_normed[lo:hi])
+                if grad_rows is not None:
+                    grad_rows += torch.mm(grads[: stop - start].t(), normed[start:stop])
+        ctx.save_for_backward(grad_normed, grad_rows)
         ctx.mark_non_differentiable(values)
         return (values * task.weights).sum(), values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_normed, grad_head = ctx.saved_tensors
+        grad_normed, grad_rows = ctx.saved_tensors
         scale = grads[0]
-        if grad_head is not None:
-            grad_head = grad_head * scale
-        return (grad_normed * scale).to(grad_normed.dtype), grad_head, None, None, None
+        if grad_rows is not None:
+            grad_rows = grad_rows * scale
+        return (grad_normed * scale).to(grad_normed.dtype), grad_rows, None, None, None
 
 
-def fused_head_loss(
+def fused_lm_head_loss(
     normed: Tensor,
     master: Tensor,
-    head: Tensor,
+    lm_head: Tensor,
     teacher: Teacher | KernelTeacher,
     task: LossTask,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of all terms over all rows, and the terms' values.
+    """Return the weighted sum of all terms over all rows, and the terms' values.
 
     Args:
         normed: [L, H] output rows of the draft, compute dtype.
         master: [V_d, H] fp32 parameter that receives the gradient.
-        head: [V_d, H] the same in the compute dtype, detached.
+        lm_head: [V_d, H] the same in the compute dtype, detached.
 
     Returns:
-        Scalar loss; unweighted values [T, L] (detached), zero where a term does not
+        Scalar loss; unweighted values [T, L] (detached), zero for terms that do not
         apply.
     """
-    total, values = _FusedHeadLoss.apply(normed, master, head, teacher, task)
+    total, values = _FusedLmHeadLoss.apply(normed, master, lm_head, teacher, task)
     return total, values

@@ -3,14 +3,14 @@
 Rejected branches follow after all documents. Row j (j = 0..m-1) of a branch at anchor a
 pairs the feature of position a + j with the drafted token b_{j+1}; its teacher is the
 target's distribution at a + j + 1 on the branch (eagle3-training.md c.8). At step i the
-row embeds b_{j+1+i} and is taught by position a + j + 1 + i, so a branch has one row
-fewer per step. Aurora calls the loss on them discard sampling (section 3).
+row embeds b_{j+1+i}, with the teacher of position a + j + 1 + i, so a branch has one
+row fewer per step. Aurora calls the loss on them discard sampling (section 3).
 
 Row t of a document, training-time-test step i, predicts token x_{t+2+i} with teacher
-y_{t+1+i}. It is trained iff position t+1+i lies in the same document, has a captured
+y_{t+1+i}. It is trained iff position t+1+i is in the same document, has a captured
 teacher, and its token is generated (eagle3-training.md c.6). So the first trained row
-is P-1 (P prompt tokens): the first draft after prefill. The last captured position has
-no teacher for its own row.
+is P-1 (P prompt tokens): the first draft after prefill. The last captured position is
+not trained: its row has no teacher.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch import Tensor
 from vllm_tide.draft.rows import RowLayout, StepRows
 from vllm_tide.train.sample import Branch, Sample, TopK
 
-_LOOK_AHEAD = 16  # documents tried before a batch is closed with room left
+_MAX_SKIPPED = 16  # documents that do not fit before a batch is closed
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """R rows: N of D documents, then those of their branches.
+    """R rows: N rows of D documents, then the rows of their branches.
 
-    Token, `valid` and teacher of a branch's entry j are of position a + j + 1: see
+    Token, `valid` and teacher of entry j of a branch are of position a + j + 1: see
     `RowLayout.ahead`.
 
     Attributes:
         tokens: int64 [R].
         positions: int64 [R], a + j for row j of a branch.
         features: [R, A*H], capture dtype; row 0 of a branch repeats the trunk's g_a.
-        valid: bool [R], entry may serve as teacher.
+        valid: bool [R], the entry is a usable teacher.
         segments: int64 [R], document of each row; D + b for branch b.
         teacher: [R, H] after the final norm, or top-k lists.
     """
@@ -64,7 +64,7 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], *, branches: bool = True) -> PackedBatch:
-    """Concatenate documents, and their branches behind all of them.
+    """Concatenate documents, then the branches of all of them.
 
     Raises:
         ValueError: The documents have different kinds of teachers.
@@ -72,7 +72,7 @@ def pack(samples: Sequence[Sample], *, branches: bool = True) -> PackedBatch:
     count = len(samples)
     hidden = all(s.teacher_hidden is not None for s in samples)
     if not hidden and any(s.teacher_topk is None for s in samples):
-        raise ValueError("samples of one batch must share one kind of teacher.")
+        raise ValueError("samples of one batch must have one kind of teacher.")
     parts: list[Sample | Branch] = [*samples]
     features, docs, anchors = [s.features for s in samples], [], []
     for doc, sample in enumerate(samples if branches else ()):
@@ -110,31 +110,31 @@ def pack(samples: Sequence[Sample], *, branches: bool = True) -> PackedBatch:
 def take_batch(
     queue: deque[Sample], capacity: int, *, branches: bool = True
 ) -> list[Sample]:
-    """Remove documents from the queue until `capacity` rows are full.
+    """Remove documents from the queue to fill `capacity` rows.
 
-    Looks a few documents ahead for one that fits; those passed over keep their order.
-    A document longer than `capacity` is taken alone. With `branches` their rows count.
+    Skips up to `_MAX_SKIPPED` documents that do not fit; they stay in order. A document
+    longer than `capacity` is a batch by itself. `branches` counts branch rows too.
     """
     chosen: list[Sample] = []
-    passed: list[Sample] = []
-    room = capacity
-    while queue and room > 1 and len(passed) < _LOOK_AHEAD:
+    skipped: list[Sample] = []
+    free = capacity
+    while queue and free > 1 and len(skipped) < _MAX_SKIPPED:
         sample = queue.popleft()
         size = sample.num_tokens + (num_branch_rows(sample) if branches else 0)
-        if size <= room or not chosen and size > capacity:
+        if size <= free or not chosen and size > capacity:
             chosen.append(sample)
-            room -= size
+            free -= size
         else:
-            passed.append(sample)
-    queue.extendleft(reversed(passed))
+            skipped.append(sample)
+    queue.extendleft(reversed(skipped))
     return chosen
 
 
 def usable_branches(sample: Sample, *, hidden: bool) -> list[Branch]:
-    """Branches of a document that can be packed beside hidden or top-k teachers.
+    """Return the branches of a document with the batch's kind of teacher.
 
-    A branch in the context rows of a window belongs to the window before it, and one
-    whose teacher was not captured teaches nothing.
+    A branch in the context rows of a window is trained with the window before. A branch
+    without a captured teacher is not trained.
     """
     low = max(sample.start, sample.loss_from)
     return [
@@ -147,7 +147,7 @@ def usable_branches(sample: Sample, *, hidden: bool) -> list[Branch]:
 
 
 def num_branch_rows(sample: Sample) -> int:
-    """Rows that the branches of a document add to a batch."""
+    """Count the rows that the branches of a document add to a batch."""
     hidden = sample.teacher_hidden is not None
     return sum(b.tokens.numel() for b in usable_branches(sample, hidden=hidden))
 
@@ -168,18 +168,18 @@ def plan_rows(
     branches: bool = True,
     complete: bool = False,
 ) -> list[StepRows]:
-    """Rows of every step up to the last that trains one: none where nothing is trained.
+    """Plan the rows of every step up to the last with a trained row; may be empty.
 
     Args:
-        complete: Keep only rows trained at every step (used by evaluation).
+        complete: Plan only rows trained at every step (for evaluation).
     """
     last, rows = batch.num_rows - 1, torch.arange(batch.num_rows)
     trunk = rows < batch.num_tokens
-    wanted = trunk & committed | ~trunk & branches
+    selected = trunk & committed | ~trunk & branches
     masks = []
     for i in range(num_steps):
         at = batch.layout.ahead(rows, i)
-        inside = (at <= last) & wanted
+        inside = (at <= last) & selected
         at = at.clamp_(max=last)
         same = batch.segments[at] == batch.segments
         masks.append(inside & same & batch.valid[at])
@@ -187,7 +187,7 @@ def plan_rows(
         masks = [torch.stack(masks).all(0)] * num_steps
     steps: list[StepRows] = []
     needed = torch.zeros(())
-    for mask in reversed(masks):  # computed is what this step or a later one trains
+    for mask in reversed(masks):  # compute rows trained now or later
         needed = mask | needed if steps else mask
         if steps or bool(mask.any()):
             active = needed.nonzero().flatten()
@@ -200,12 +200,12 @@ class LossRows:
     """L loss rows: committed rows of every step, then branch rows of every step.
 
     Attributes:
-        order: int64 [L], place among the outputs of `forward_ttt`, joined.
+        order: int64 [L], index into the concatenated outputs of `forward_ttt`.
         teacher: int64 [L], row of the batch's teacher.
         step: int64 [L], training-time-test step.
         doc: int64 [L], document of the batch.
-        token: int64 [L], target id of the token that really followed, -1 none.
-        branch: bool [L], rejected branch row: no token of it really follows.
+        token: int64 [L], target id of the following committed token, -1 none.
+        branch: bool [L], rejected branch row, which has no following token.
     """
 
     order: Tensor
@@ -221,7 +221,7 @@ class LossRows:
 
     @classmethod
     def from_plan(cls, batch: PackedBatch, steps: Sequence[StepRows]) -> LossRows:
-        """Rows that `steps` (one at least) train."""
+        """Return the rows that `steps` (at least one) train."""
         row = torch.cat([step.active[step.loss] for step in steps])
         sizes = torch.tensor([step.loss.numel() for step in steps])
         step = torch.repeat_interleave(torch.arange(len(steps)), sizes)
@@ -239,12 +239,12 @@ class LossRows:
         )
 
     def labels(self, draft_ids: Tensor) -> Tensor:
-        """int64 [L], draft id of the following token; -1 none, or outside D."""
+        """Return int64 [L], draft id of the following token; -1 none, or outside D."""
         return draft_ids[self.token.clamp(min=0)].masked_fill(self.token < 0, -1)
 
 
 def following_tokens(batch: PackedBatch) -> Tensor:
-    """int64 [R], the token after each packed row; -1 at the end of a document."""
+    """Return int64 [R], the token after each packed row; -1 at a document's end."""
     out = torch.full_like(batch.tokens, -1)
     same = batch.segments[1:] == batch.segments[:-1]
     out[:-1] = torch.where(same, batch.tokens[1:], -1)

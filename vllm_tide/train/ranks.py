@@ -1,7 +1,7 @@
-"""The processes that train one draft together, and the messages between them.
+"""The processes that train one draft, and the messages between them.
 
-No pickle: an order is JSON, a batch JSON and safetensors. Gloo carries them on the CPU,
-whatever device trains.
+No pickle: a command is JSON, a batch is JSON and safetensors. Gloo sends both from CPU
+memory, also when training runs on GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
-from vllm_tide.train.gpu import claim
+from vllm_tide.train.gpu import use_device
 from vllm_tide.train.packing import PackedBatch
 from vllm_tide.train.sample import TopK
 from vllm_tide.transport.shm import TransportError
@@ -31,15 +31,15 @@ from vllm_tide.transport.shm import TransportError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT = timedelta(minutes=10)  # a silent rank is taken for lost
+TIMEOUT = timedelta(minutes=10)  # after which a silent rank counts as lost
 
 
 class RankLost(TransportError):
-    """Another rank of this trainer died or fell silent; the run must be restarted."""
+    """Another rank died or does not respond; all ranks must be restarted."""
 
 
 class Ranks:
-    """The process group of one trainer; `cuda` takes the GPU of the local rank.
+    """The process group of one trainer; `cuda` selects the GPU of the local rank.
 
     Raises:
         DraftError: The device cannot be used by several ranks.
@@ -56,11 +56,11 @@ class Ranks:
                     f"tide.train.device: {device!r} names one GPU but several ranks "
                     "train; use 'cuda'."
                 )
-            claim(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            use_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
             backend = "cpu:gloo,cuda:nccl"
         elif kind.type != "cpu":
             raise DraftError(
-                f"tide.train.device: {device!r} cannot be trained on by several ranks; "
+                f"tide.train.device: {device!r} is not supported with several ranks; "
                 "use 'cpu' or 'cuda'."
             )
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """True if this rank owns engines, buffers and the gate."""
+        """True for the rank with engines, buffers and the gate."""
         return self.rank == LEADER
 
     def close(self) -> None:
@@ -77,12 +77,12 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def leave(status: int) -> NoReturn:
-    """End a process that was a rank; use it instead of returning from `main`.
+def exit_rank(status: int) -> NoReturn:
+    """Exit the process of a rank; use it instead of returning from `main`.
 
-    Gloo's threads outlive the group (DTensor keeps it) and may drop a last tensor while
-    the interpreter ends, which aborts the process after all is done
-    (pytorch/pytorch#190489); torchrun would take that for a failed rank.
+    Gloo's threads outlive the process group (DTensor references it) and may free a
+    tensor during interpreter shutdown, which aborts the process
+    (pytorch/pytorch#190489); torchrun would report a failed rank.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -91,8 +91,8 @@ def leave(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Name a failed collective for what it is.
+def detect_lost_ranks() -> Iterator[None]:
+    """Convert the error of a failed collective to `RankLost`.
 
     Raises:
         RankLost: A rank is gone or silent.
@@ -101,12 +101,12 @@ def watched() -> Iterator[None]:
         yield
     except RankLost:
         raise
-    except RuntimeError as error:  # gloo raises no class of its own
+    except RuntimeError as error:  # gloo raises plain RuntimeError
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
         raise RankLost(
-            "train: another rank of this trainer is gone or silent; start all ranks "
-            "again (torchrun --max-restarts does) and they go on from the last "
+            "train: another rank of this trainer is gone or does not respond; restart "
+            "all ranks (torchrun --max-restarts does); they resume from the last "
             f"checkpoint ({str(error).splitlines()[0]})"
         ) from error
 
@@ -117,22 +117,23 @@ LEADER = 0
 def encode(batch: PackedBatch) -> tuple[bytes, bytes]:
     teacher = batch.teacher
     listed = vars(teacher) if isinstance(teacher, TopK) else {}
-    held = {n: t for n, t in (vars(batch) | listed).items() if isinstance(t, Tensor)}
+    every = vars(batch) | listed
+    tensors = {n: t.contiguous() for n, t in every.items() if isinstance(t, Tensor)}
     lists = {"keys": batch.keys, "layout": vars(batch.layout)}
-    return json.dumps(lists).encode(), save(
-        {n: t.contiguous() for n, t in held.items()}
-    )
+    return json.dumps(lists).encode(), save(tensors)
 
 
 def decode(text: bytes, raw: bytes) -> PackedBatch:
-    lists, held = json.loads(text), load(raw)
-    if "teacher" not in held:
-        held["teacher"] = TopK(**{f.name: held.pop(f.name) for f in fields(TopK)})
-    return PackedBatch(layout=RowLayout(**lists["layout"]), keys=lists["keys"], **held)
+    lists, tensors = json.loads(text), load(raw)
+    if "teacher" not in tensors:
+        topk = {f.name: tensors.pop(f.name) for f in fields(TopK)}
+        tensors["teacher"] = TopK(**topk)
+    layout = RowLayout(**lists["layout"])
+    return PackedBatch(layout=layout, keys=lists["keys"], **tensors)
 
 
 def broadcast_json(value: Any = None) -> Any:
-    """Give `value` of the leader to every rank (blocks until all have it)."""
+    """Broadcast the leader's `value`; blocks until every rank has it."""
     leads = dist.get_rank() == LEADER
     raw = (
         _bytes(json.dumps(value).encode())

@@ -1,11 +1,11 @@
-"""Training buffer (the newest) and held-out reservoir (at random), bounded in tokens.
+"""Training buffer (newest windows) and held-out reservoir (random), bounded in tokens.
 
-A request goes wholly to one side, decided by its key: a window of a held-out request
-never leaks into training. Within a side a (request, position) is trained once, by the
-document that came last, and one tenant fills at most its share.
+The key of a request selects its side, so that no window of a held-out request is
+trained on. Within a side each (request, position) is trained once, in the newest
+document, and a tenant fills at most its share.
 
 In one pass over the buffer a document of weight 1 appears once, one of weight 0.3 in
-three passes of ten, one of weight 2 twice.
+three of ten passes, one of weight 2 twice.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import torch
 from vllm_tide.config import TrainConfig
 from vllm_tide.train.sample import Sample, by_request, split_windows
 from vllm_tide.transport.process import steady_unix
-from vllm_tide.transport.tenant import NOBODY
+from vllm_tide.transport.tenant import NO_TENANT
 
 FLOORS, FLOOR_REQUESTS = 8, 3
-"""Most tenants with a floor, and held-out requests that earn one: who names a new
-tenant in each request has none."""
+"""Maximum tenants with a floor, and held-out requests needed for one: a client that
+sends a new tenant name with each request gets none."""
 TENANT_IDLE_S = 600.0
-"""A tenant unseen for so long has no floor: judged is what is served."""
+"""A tenant without a request for this long loses its floor."""
 HOLDOUT_TOKENS = 8192
-"""Held-out tokens kept: enough that a gain of 0.01 tokens shows, soon judged."""
+"""Held-out tokens: enough to resolve a gain of 0.01 tokens, quick to evaluate."""
 WINDOW_TOKENS = 1024
-"""Longest window of one request in a step; half a batch at most, so that none is of one
-request alone."""
+"""Longest window of one request; at most half a batch, so that every batch has several
+requests."""
 CYCLE_PASSES = 4
-"""Most appearances of a document in one cycle."""
-SEED = 0  # of shuffling, of the choice of what is held out and kept, of initialisation
+"""Maximum passes over a document in one cycle."""
+SEED = 0  # of shuffling, of the held-out choice and eviction, of initialization
 _MASK = (1 << 64) - 1
 
 
@@ -44,8 +44,8 @@ def window_tokens(config: TrainConfig) -> int:
     return min(WINDOW_TOKENS, config.batch_tokens // 2)
 
 
-def is_held_out(key: int, share: float) -> bool:
-    """True if the request of this key is held out (SplitMix64 of key and seed)."""
+def in_holdout(key: int, share: float) -> bool:
+    """Return whether a request is held out (SplitMix64 of key and seed)."""
     z = (key + (SEED + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -53,34 +53,34 @@ def is_held_out(key: int, share: float) -> bool:
 
 
 class Purged(NamedTuple):
-    """Windows that a purge removed, of both sides, and their rows (tokens)."""
+    """Windows removed by a purge from both sides, and their rows (tokens)."""
 
     samples: int = 0
     tokens: int = 0
 
 
 class Side:
-    """Windows by serial number, oldest first, found by request and by tenant.
+    """Windows by serial number, oldest first, indexed by request and by tenant.
 
     Args:
-        tenant_share: Bound of one tenant's windows (share of `max_tokens`, 0 to 1).
-        chance: Chooses what makes room, see `_crowded_out`; None: the oldest does.
+        tenant_share: Limit of one tenant's windows (share of `max_tokens`, 0 to 1).
+        rng: Selects evicted windows (`_random_eviction`); None: the oldest goes first.
     """
 
     def __init__(
         self,
         max_tokens: int,
         tenant_share: float,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        self._chance, self._named = chance, frozenset[int]()
+        self._rng, self._with_floor = rng, frozenset[int]()
         self.windows: dict[int, Sample] = {}
         self.tokens = 0
         self._max_tokens = max_tokens
         self._tenant_tokens = (
             int(tenant_share * max_tokens) if tenant_share < 1 else max_tokens
         )
-        # Serial numbers, as dicts: ordered, and quick to remove from.
+        # Serial numbers in dicts, which are ordered and have fast removal.
         self._by_key: defaultdict[int, dict[int, None]] = defaultdict(dict)
         self._by_tenant: defaultdict[int, dict[int, None]] = defaultdict(dict)
         self._tokens_of: Counter[int] = Counter()
@@ -106,8 +106,8 @@ class Side:
         self._count(window, -1)
         return window
 
-    def exchange(self, serial: int, window: Sample) -> None:
-        """Put another window of the same request and tenant in the place of one."""
+    def replace(self, serial: int, window: Sample) -> None:
+        """Replace a window by another one of the same request and tenant."""
         self._count(self.windows[serial], -1)
         self.windows[serial] = window
         self._count(window, 1)
@@ -115,25 +115,25 @@ class Side:
     def of_key(self, key: int) -> list[int]:
         return list(self._by_key.get(key, ()))
 
-    def over_share(self, tenant: int) -> int | None:
-        """The oldest window of a tenant that holds more than its share, else None."""
-        held = self._by_tenant.get(tenant, {})
-        over = self._tokens_of[tenant] > self._tenant_tokens
-        return next(iter(held)) if tenant != NOBODY and over and len(held) > 1 else None
+    def evict_over_share(self, tenant: int) -> int | None:
+        """Return a tenant's oldest window if it exceeds its share, else None."""
+        serials = self._by_tenant.get(tenant, {})
+        over = tenant != NO_TENANT and self._tokens_of[tenant] > self._tenant_tokens
+        return next(iter(serials)) if over and len(serials) > 1 else None
 
-    def overfull(self) -> int | None:
-        """The window that has to go if the side holds too much, else None."""
+    def evict_over_capacity(self) -> int | None:
+        """Return the window to evict if the side is over capacity, else None."""
         if self.tokens <= self._max_tokens or len(self.windows) < 2:
             return None
-        if self._chance is None:
+        if self._rng is None:
             return next(iter(self.windows))
-        return self._crowded_out(self._chance)
+        return self._random_eviction(self._rng)
 
-    def _crowded_out(self, chance: random.Random) -> int:
-        """A window at random: what is held follows the traffic, in its shares.
+    def _random_eviction(self, rng: random.Random) -> int:
+        """Return a random window, so that the reservoir follows the traffic shares.
 
-        But tenants with a floor, all alike, hold half before all others (unnamed, or
-        named too seldom) hold more.
+        Half of the side is a floor for frequent tenants, in equal parts; other tenants
+        and requests without one get more only if that half is not used.
         """
         windows, sizes = self.windows, self._tokens_of
         now = max(window.captured_unix_s for window in windows.values())
@@ -141,21 +141,22 @@ class Side:
         def seen(n: int) -> bool:
             return windows[n].captured_unix_s >= now - TENANT_IDLE_S
 
-        def has_floor(held: dict[int, None]) -> bool:
-            kept = windows[next(iter(held))].tenant in self._named
-            return kept or len({windows[n].key for n in held}) >= FLOOR_REQUESTS
+        def has_floor(serials: dict[int, None]) -> bool:
+            had_floor = windows[next(iter(serials))].tenant in self._with_floor
+            requests = {windows[n].key for n in serials}
+            return had_floor or len(requests) >= FLOOR_REQUESTS
 
-        last = {t: next(reversed(held)) for t, held in self._by_tenant.items()}
-        named = [t for t in last if t != NOBODY and seen(last[t])]
-        named = [t for t in named if has_floor(self._by_tenant[t])]
-        named.sort(key=lambda t: t not in self._named)  # who has one keeps it
-        self._named = frozenset(named[:FLOORS])
-        chosen = [n for n, w in windows.items() if w.tenant not in self._named]
-        if 2 * sum(sizes[t] for t in self._named) > self.tokens:
-            chosen = list(self._by_tenant[max(self._named, key=sizes.__getitem__)])
-        # The newest window says when a tenant was seen: it stays.
-        kept = {last[t] for t in self._named}
-        return chance.choice([n for n in chosen if n not in kept] or chosen)
+        last = {t: next(reversed(serials)) for t, serials in self._by_tenant.items()}
+        active = [t for t in last if t != NO_TENANT and seen(last[t])]
+        active = [t for t in active if has_floor(self._by_tenant[t])]
+        active.sort(key=lambda t: t not in self._with_floor)  # existing floors first
+        self._with_floor = floors = frozenset(active[:FLOORS])
+        chosen = [n for n, w in windows.items() if w.tenant not in floors]
+        if 2 * sum(sizes[t] for t in floors) > self.tokens:
+            chosen = list(self._by_tenant[max(floors, key=sizes.__getitem__)])
+        # A tenant's newest window stays: it has the time of the last request.
+        newest = {last[t] for t in floors}
+        return rng.choice([n for n in chosen if n not in newest] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
         self.tokens += sign * window.num_tokens
@@ -165,12 +166,12 @@ class Side:
 
 
 class SampleBuffer:
-    """Both sides; `clock` is Unix time (s).
+    """Training buffer and held-out reservoir; `clock` is Unix time (s).
 
     Attributes:
-        new_tokens: Training tokens that came since the owner last set this to 0.
-        at_once: Appearances of a document in one cycle, at most.
-        evicted: Rows that left, by reason: `train` and `holdout` (full),
+        new_tokens: Training tokens added since the trainer last set this to 0.
+        cycle_passes: Maximum passes over a document in one cycle.
+        evicted: Removed rows by reason: `train` and `holdout` (over capacity),
             `tenant_share`, `duplicate`, `purged`, `expired`.
     """
 
@@ -180,7 +181,7 @@ class SampleBuffer:
         self.config = config
         self.window = window_tokens(config)
         self.new_tokens = self.num_samples = 0
-        self.at_once = CYCLE_PASSES
+        self.cycle_passes = CYCLE_PASSES
         self.evicted: Counter[str] = Counter()
         self._sides = {
             "train": Side(config.buffer_tokens, config.tenant_share),
@@ -204,23 +205,23 @@ class SampleBuffer:
 
     @property
     def newest(self) -> int:
-        """Serial number of the training window that came last; -1 of none."""
+        """Serial number of the newest training window; -1 without one."""
         return next(reversed(self._sides["train"].windows), -1)
 
     @property
     def fresh(self) -> list[Sample]:
-        """Training windows that no pass has begun with yet, oldest first.
+        """Training windows that are not part of a pass yet, oldest first.
 
-        Settable, to windows of `train`, by who breaks a pass off.
+        Settable to windows of `train`, for a pass that is interrupted.
         """
         windows = self._sides["train"].windows
         return [windows[serial] for serial in self._fresh]
 
     @fresh.setter
     def fresh(self, samples: Collection[Sample]) -> None:
-        wanted = {id(sample) for sample in samples}
+        ids = {id(sample) for sample in samples}
         windows = self._sides["train"].windows
-        self._fresh = {n: None for n, s in windows.items() if id(s) in wanted}
+        self._fresh = {n: None for n, s in windows.items() if id(s) in ids}
 
     @property
     def train_tokens(self) -> int:
@@ -231,8 +232,8 @@ class SampleBuffer:
         return self._sides["holdout"].tokens
 
     def add(self, sample: Sample) -> None:
-        held = is_held_out(sample.key, self.config.holdout_share)
-        name = "holdout" if held else "train"
+        holdout = in_holdout(sample.key, self.config.holdout_share)
+        name = "holdout" if holdout else "train"
         side = self._sides[name]
         if not sample.captured_unix_s:
             sample = replace(sample, captured_unix_s=self._clock())
@@ -243,25 +244,25 @@ class SampleBuffer:
             if name == "train":
                 self._fresh[serial] = None
                 self.new_tokens += window.num_tokens
-        while (oldest := side.over_share(sample.tenant)) is not None:
+        while (oldest := side.evict_over_share(sample.tenant)) is not None:
             self._drop(name, oldest, "tenant_share")
-        while (victim := side.overfull()) is not None:
+        while (victim := side.evict_over_capacity()) is not None:
             self._drop(name, victim, name)
 
-    def held_out(
-        self, scored: Collection[int], rows: int, turn: int
+    def split_holdout(
+        self, scored: Collection[int], rows: int, cycle: int
     ) -> tuple[list[Sample], list[Sample]]:
-        """Held-out windows to evaluate on, and the others.
+        """Split held-out windows into those to evaluate now and the others.
 
         Args:
-            scored: Request keys; windows of other requests are all among the first.
-            rows: Of `scored` requests, at most, among the first; about as many again
-                among the others (tokens).
-            turn: Which of them, at random, is different in every turn.
+            scored: Request keys; windows of other requests are all evaluated now.
+            rows: Maximum rows of `scored` requests to evaluate now; the others have
+                about as many (tokens).
+            cycle: Seed of the random choice among `scored` requests.
         """
         requests = by_request(self.holdout)
         order = list(requests)
-        random.Random(SEED + turn).shuffle(order)  # noqa: S311 - not cryptographic
+        random.Random(SEED + cycle).shuffle(order)  # noqa: S311 - not cryptographic
         chosen: list[Sample] = []
         others: list[Sample] = []
         limit = rows
@@ -274,49 +275,48 @@ class SampleBuffer:
         return chosen, others
 
     def shuffled(self, cycle: int = 0, until: int | None = None) -> deque[Sample]:
-        """One pass over the training side in random order, as far as passes are left.
+        """Return one pass over the training side in random order, within `max_passes`.
 
-        Windows that came after `until` (see `newest`) are left out and stay fresh:
-        they are no evidence of a candidate that has learnt from them.
+        Windows added after `until` (see `newest`) are left out and stay fresh, because
+        a window is evidence only if it is scored before it is trained on.
 
         Documents new since the last pass come first, unless tenants are balanced: a
-        cycle may end in the middle of a pass, so then every part of it has to be
-        balanced.
+        cycle may end within a pass, so every part of it has to be balanced then.
         """
         windows = self._sides["train"].windows
         if until is None:
             until = self.newest
-        held = [window for serial, window in windows.items() if serial <= until]
+        samples = [window for serial, window in windows.items() if serial <= until]
         new = {id(windows[serial]) for serial in self._fresh if serial <= until}
         self._fresh = {serial: None for serial in self._fresh if serial > until}
-        weight = weights(held, self.config)
-        most = partial(self._passes_left, cycle=cycle)
-        drawn = draw(held, weight, self._random, most)
+        weight = weights(samples, self.config)
+        passes_left = partial(self._passes_left, cycle=cycle)
+        drawn = draw(samples, weight, self._random, passes_left)
         if self.config.tenant_share >= 1:
             drawn.sort(key=lambda sample: id(sample) not in new)
         return deque(drawn)
 
     def rows_left(self, cycle: int) -> int:
-        """Rows that the training side may still be trained on in a cycle."""
-        held = self._sides["train"].windows.values()
-        return sum(s.num_tokens * self._passes_left(s, cycle) for s in held)
+        """Return the rows left to train in a cycle, over all passes."""
+        windows = self._sides["train"].windows.values()
+        return sum(s.num_tokens * self._passes_left(s, cycle) for s in windows)
 
     def _passes_left(self, sample: Sample, cycle: int) -> int:
         done = sample.trained
-        left = self.config.max_passes - len(done), self.at_once - done.count(cycle)
+        left = self.config.max_passes - len(done), self.cycle_passes - done.count(cycle)
         return max(0, min(left))
 
     def map_train(self, change: Callable[[Sample], Sample]) -> None:
         side = self._sides["train"]
         for serial, window in list(side.windows.items()):
-            side.exchange(serial, change(window))
+            side.replace(serial, change(window))
 
     def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
-        """Remove windows for good: a tenant's, or those from before a Unix time (s)."""
+        """Remove a tenant's windows, or those captured before a Unix time (s)."""
         return self._forget("purged", tenant, before)
 
     def expire(self) -> Purged:
-        """Remove windows older than `max_age_s` from both sides, for good."""
+        """Remove windows older than `max_age_s` from both sides."""
         limit = self.config.max_age_s
         if limit is None:
             return Purged()
@@ -342,13 +342,13 @@ class SampleBuffer:
         return Purged(samples, tokens)
 
     def _drop(self, name: str, serial: int, reason: str) -> None:
-        gone = self._sides[name].remove(serial)
-        self.evicted[reason] += gone.num_tokens
+        removed = self._sides[name].remove(serial)
+        self.evicted[reason] += removed.num_tokens
         if name == "train":
             self._fresh.pop(serial, None)
 
     def _supersede(self, name: str, sample: Sample) -> None:
-        """Let older windows of the request train no position that `sample` trains."""
+        """Remove positions that `sample` trains from older windows of the request."""
         side = self._sides[name]
         older = side.of_key(sample.key)
         if not older:
@@ -364,11 +364,11 @@ class SampleBuffer:
                 self._drop(name, serial, "duplicate")
             else:
                 self.evicted["duplicate"] += window.num_tokens - left.num_tokens
-                side.exchange(serial, left)
+                side.replace(serial, left)
 
 
 def weights(samples: Sequence[Sample], config: TrainConfig) -> list[float]:
-    """Weight of each document, so that no tenant exceeds `tenant_share`."""
+    """Return document weights that limit each tenant to `tenant_share`."""
     masses: Counter[int] = Counter()
     for sample in samples:
         masses[sample.tenant] += sample.num_tokens
@@ -380,48 +380,47 @@ def draw(
     samples: Sequence[Sample],
     weight: Sequence[float],
     rng: random.Random,
-    most: Callable[[Sample], int],
+    max_times: Callable[[Sample], int],
 ) -> list[Sample]:
-    """The documents of one pass, shuffled, each as often as `most` says at most.
+    """Draw the documents of one pass, shuffled, each at most `max_times`.
 
-    Chance plays no part for whole weights: a plain pass depends on the order only.
+    An integer weight is the exact number of repetitions; a fraction is drawn at random.
     """
     out: list[Sample] = []
     for sample, expected in zip(samples, weight, strict=True):
         times = int(expected)
         if expected > times and rng.random() < expected - times:
             times += 1
-        out += [sample] * min(times, most(sample))
+        out += [sample] * min(times, max_times(sample))
     rng.shuffle(out)
     return out
 
 
 def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:
-    """Factors that bring every tenant down to its share (0 to 1), so none steers alone.
+    """Return factors that limit every tenant to its share (0 to 1) of the weight.
 
-    The other bound (`Side`) is on what a tenant may hold of the buffer: one that is not
-    full yet would otherwise be whoever is loudest. Requests without a tenant are many
-    unknown clients and have no bound.
+    `Side` limits a tenant's tokens only when the buffer is full; before that the most
+    active tenant would dominate. Requests without a tenant come from many clients and
+    have no limit.
 
-    With the j heaviest capped at a level L and a rest R left as it is, L is the share
-    of the whole: L = share (j L + R), so L = share R / (1 - j share); j is the
-    smallest number for which no tenant of the rest exceeds L. Where nothing can fill
-    the rest (all tenants are over their share and nobody else is there) all weigh
-    alike.
+    With the j largest tenants capped at a level L and a remainder R uncapped, L is the
+    share of the total: L = share (j L + R), so L = share R / (1 - j share); j is the
+    smallest number for which no tenant of the remainder exceeds L. If there is no
+    remainder (all tenants are over their share) all get equal weight.
     """
     named = sorted(
-        ((mass, tenant) for tenant, mass in masses.items() if tenant != NOBODY),
+        ((mass, tenant) for tenant, mass in masses.items() if tenant != NO_TENANT),
         reverse=True,
     )
-    nobody = masses.get(NOBODY, 0.0)
+    unnamed = masses.get(NO_TENANT, 0.0)
     if share >= 1 or not named:
         return {}
     level = named[-1][0]
     for capped in range(len(named) + 1):
-        rest = nobody + sum(mass for mass, _ in named[capped:])
-        if rest <= 0 or capped * share >= 1:
+        remainder = unnamed + sum(mass for mass, _ in named[capped:])
+        if remainder <= 0 or capped * share >= 1:
             break
-        bound = share * rest / (1 - capped * share)
+        bound = share * remainder / (1 - capped * share)
         if capped == len(named) or named[capped][0] <= bound:
             level = bound
             break

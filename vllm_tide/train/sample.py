@@ -1,4 +1,4 @@
-"""One document of training data: consecutive captured positions of one request."""
+"""Training documents: consecutive captured positions of one request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Branch:
-    """Rejected draft rows of one verify step (kept for later losses).
+    """Rejected draft rows of one verify step, for the `discard` loss.
 
     Attributes:
         position: Position a of the last committed token before the rejection.
@@ -51,13 +51,13 @@ class Sample:
         has_teacher: bool [S].
         teacher_hidden: [S, H] after the final norm (rows without teacher: zeros).
         teacher_topk: Used when there is no hidden teacher.
-        in_vocab: bool [S], what a draft with a pruned vocabulary can say of the row's
-            next token; None is all.
-        loss_from: First position whose row may be a teacher (>= num_prompt_tokens);
-            later than the prompt only in windows that repeat rows as context.
-        tenant: Id of who sent the request; 0 is nobody.
-        captured_unix_s: When it was assembled (trainer's clock, s); 0 is unknown.
-        trained: Cycle of each pass that was made over it.
+        in_vocab: bool [S], the row's next token is in a pruned draft vocabulary; None:
+            all are.
+        loss_from: First position usable as teacher (>= num_prompt_tokens); later than
+            the prompt only in windows that repeat rows as context.
+        tenant: Id of the request's tenant; 0 is none.
+        captured_unix_s: Time of assembly (trainer's clock, s); 0 is unknown.
+        trained: Cycle of each training pass over the document.
     """
 
     key: int
@@ -82,10 +82,10 @@ class Sample:
         return self.tokens.numel()
 
     def why_unusable(self, vocab_size: int) -> str | None:
-        """Return why nothing can be trained on this document, None if it can.
+        """Return why this document cannot be trained on, None if it can.
 
         Args:
-            vocab_size: Of the target.
+            vocab_size: Size of the target's vocabulary.
         """
         teachers = [self.teacher_topk, *(b.teacher_topk for b in self.branches)]
         topk = [teacher for teacher in teachers if teacher is not None]
@@ -105,10 +105,10 @@ class Sample:
         return None
 
     def in_vocabulary(self, members: Tensor) -> Sample:
-        """This document, with the rows marked whose next token, if known, is a member.
+        """Return a copy with `in_vocab` set; the last row's next token is unknown.
 
         Args:
-            members: bool [V], the target's tokens that the draft has.
+            members: bool [V], target tokens in the draft vocabulary.
         """
         known = torch.ones(self.num_tokens, dtype=torch.bool)
         known[:-1] = members[self.tokens[1:].long()]
@@ -116,7 +116,7 @@ class Sample:
 
     @property
     def valid(self) -> Tensor:
-        """Bool [S]: position may serve as a teacher."""
+        """Bool [S]: the position is a usable teacher."""
         positions = torch.arange(self.start, self.start + self.num_tokens)
         out = self.has_teacher & (
             positions >= max(self.num_prompt_tokens, self.loss_from)
@@ -125,19 +125,19 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """Rows trained at step 0."""
+        """Number of rows trained at step 0."""
         return int(self.valid[1:].sum())
 
     @property
     def trained_positions(self) -> Tensor:
-        """int64 [num_trained]: positions of the request trained here at step 0."""
+        """int64 [num_trained]: positions of the request trained at step 0."""
         return self.start + 1 + self.valid[1:].nonzero()[:, 0]
 
     def superseded(self, positions: Tensor, branches: frozenset[int]) -> Sample | None:
-        """What is left when other documents train some of the positions.
+        """Return this document without positions that newer documents train.
 
-        Rows before the last that still counts stay as context. (request, position) is
-        then trained once, by the document that came last. None if nothing is left.
+        Each (request, position) is then trained once, in the newest document. Rows
+        before the last trained one stay as context. None if no trained row is left.
         """
         mine = torch.arange(self.start, self.start + self.num_tokens)
         left = replace(
@@ -162,11 +162,11 @@ class Sample:
         return total + sum(b.features.nbytes for b in self.branches)
 
     def window(self, lo: int, hi: int, loss_from: int) -> Sample:
-        """Rows [lo, hi) as a document of its own, true positions kept."""
+        """Return rows [lo, hi) as a separate document with the same positions."""
         rows = slice(lo, hi)
         first, last = self.start + lo, self.start + hi
-        # A branch of a repeated row belongs to the window that trains the row.
-        own = max(first, loss_from)
+        # A branch is trained in the same window as its row.
+        low = max(first, loss_from)
         hidden, topk = self.teacher_hidden, self.teacher_topk
         return replace(
             self,
@@ -178,13 +178,13 @@ class Sample:
             teacher_topk=None if topk is None else topk[rows],
             in_vocab=None if self.in_vocab is None else self.in_vocab[rows],
             loss_from=max(self.loss_from, loss_from),
-            branches=tuple(b for b in self.branches if own <= b.position < last),
+            branches=tuple(b for b in self.branches if low <= b.position < last),
             trained=self.trained.copy(),
         )
 
 
 def by_request(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    """Windows by request key, both in order of appearance."""
+    """Group windows by request key, both in order of appearance."""
     out: dict[int, list[Sample]] = {}
     for sample in samples:
         out.setdefault(sample.key, []).append(sample)
@@ -192,11 +192,11 @@ def by_request(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
 
 
 def split_windows(sample: Sample, max_tokens: int) -> list[Sample]:
-    """Cut a long document into windows of at most `max_tokens` rows.
+    """Split a long document into windows of at most `max_tokens` rows.
 
-    Windows are laid from the end; each but the first starts with a quarter of context
-    whose rows are trained in the window before, so that every row is trained once.
-    Prompt rows that are context to nothing are left out.
+    Windows are laid out from the end. A quarter of each but the first is context,
+    trained in the window before, so that every row is trained once. Prompt rows that
+    no window needs as context are left out.
     """
     size = sample.num_tokens
     if size <= max_tokens:
@@ -206,7 +206,7 @@ def split_windows(sample: Sample, max_tokens: int) -> list[Sample]:
     hi = size
     while True:
         lo = max(0, hi - max_tokens)
-        # row lo has no predecessor row in this window, so it teaches nothing
+        # Row lo has no predecessor in this window, so it is no teacher.
         loss_from = sample.start + lo + context if lo > 0 else 0
         window = sample.window(lo, hi, loss_from)
         if window.num_trained:

@@ -1,4 +1,4 @@
-"""One optimizer step: packed documents in, fp32 master parameters moved by AdamW."""
+"""One optimizer step on packed documents: AdamW on fp32 master parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_tide.train.losses import (
     Reduce,
     Teacher,
     TopKTeacher,
-    fused_head_loss,
+    fused_lm_head_loss,
 )
 from vllm_tide.train.packing import LossRows, PackedBatch, plan_rows
 from vllm_tide.train.sample import TopK
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
 COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
-GRAD_CLIP = 1.0  # largest global gradient norm, as EAGLE-3's trainers have it
+GRAD_CLIP = 1.0  # largest global gradient norm, as in EAGLE-3's trainers
 STEP_DECAY = 0.8  # weight of each further training-time-test step (EAGLE-3)
-_FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one on aarch64
+_FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # CPU flags; bf16 on aarch64
 _BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
 
 
@@ -47,8 +47,8 @@ class StepResult:
 
     Attributes:
         loss: Weighted sum over steps (gamma^i) and terms.
-        step_losses: Per training-time-test step, the weighted sum of the terms' means.
-        terms: Per term, its mean at each step (nats).
+        step_losses: Weighted sum of the terms' means per training-time-test step.
+        terms: Mean of each term at each step (nats).
     """
 
     loss: float
@@ -62,7 +62,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of this rank with the rows to be trained."""
+    """A batch of this rank with the rows to train."""
 
     batch: PackedBatch
     steps: list[StepRows]
@@ -71,14 +71,14 @@ class Work:
 
 
 def has_fast_bfloat16(device: str = "cpu") -> bool:
-    """True if a device multiplies bfloat16 in hardware.
+    """Return whether a device multiplies bfloat16 in hardware.
 
-    On a CPU a step then takes 0.6 of the fp32 time at the demo size, else 1.8 times
-    as long (scripts/bench/train_step.py, with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI).
+    On a CPU a bfloat16 step takes 0.6 of the fp32 time at the demo size, without such
+    hardware 1.8 (scripts/bench/train_step.py, ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI).
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    # oneDNN may have been told to leave newer instructions alone.
+    # ONEDNN_MAX_CPU_ISA may disable the bfloat16 instructions.
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     if not any(isa in most for isa in _BFLOAT16_ISAS):
         return False
@@ -93,25 +93,25 @@ def has_fast_bfloat16(device: str = "cpu") -> bool:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """Type of the forward pass: float32 where a CPU would emulate bfloat16."""
+    """Return the dtype of the forward pass: float32 where bfloat16 is emulated."""
     fast = torch.bfloat16 != COMPUTE_DTYPE or has_fast_bfloat16(str(device))
     return COMPUTE_DTYPE if fast else torch.float32
 
 
 class TrainStep:
-    """Holds optimizer state for one draft.
+    """Training step and optimizer state of one draft.
 
-    With `reduce` every rank trains on documents of its own: numerators, denominators
-    and counts go over all ranks, and the loss is multiplied by their number, for a
-    framework that averages gradients over ranks. The documents of one request belong
-    on one rank: they share its weight.
+    With `reduce` each rank trains on different documents: numerators, denominators and
+    counts are reduced over all ranks, and the loss is multiplied by the number of
+    ranks, since the framework averages gradients. All documents of a request must be on
+    one rank, because they share its weight.
 
-    Batches are planned and weighed on the host, and computed where `target` is.
+    Batches are planned and weighted on the host, and computed on the target's device.
 
     Args:
         reduce: Sums a float64 vector (host) over ranks, called twice per step by every
-            rank (once when no rank has anything to train); None is one rank.
-        like: Another one of this target, whose rows of it are used if they will do.
+            rank (once if no rank has a row to train); None: one rank.
+        like: A step of the same target; its target rows are reused if they fit.
 
     Raises:
         ConfigError: No loss term has a weight.
@@ -131,56 +131,55 @@ class TrainStep:
         self.device = target.lm_head.device
         self.dtype = compute_dtype(self.device)
         if self.dtype != COMPUTE_DTYPE:
-            logger.info("this %s has no bfloat16: computing in float32", self.device)
+            logger.info("no bfloat16 on %s: computing in float32", self.device)
         self._by_kernel = KernelTeacher.fits(self.mix, self.device)
-        self._kept: Tensor | None = None
+        self._target_ids: Tensor | None = None
         self.target_rows: Tensor
         ids = draft.vocab.target_ids
-        if like is not None and like.serves(self.mix, ids):
+        if like is not None and like.has_rows(self.mix, ids):
             self.target_rows = like.target_rows
         elif not self.mix.needs_mass or draft.vocab.is_identity:
-            kept = target.lm_head[ids]
-            self.target_rows = kept.to(self.dtype)
+            self.target_rows = target.lm_head[ids].to(self.dtype)
         else:
-            self._kept = on_device(ids, self.device)
+            self._target_ids = on_device(ids, self.device)
             self.target_rows = target.rows_in(self.dtype)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=config.learning_rate,
             betas=BETAS,
-            weight_decay=0.0,  # a draft that has seen little would forget its start
+            weight_decay=0.0,  # decay would erase the initial weights
             fused=True,
         )
 
     @property
     def trains_branches(self) -> bool:
-        """Rejected branches are wanted in batches; else leave them out of `pack`."""
+        """Whether batches need rejected branches."""
         return bool(self.mix.branch)
 
-    def serves(self, mix: LossMix, target_ids: Tensor) -> bool:
-        """True if `target_rows` are the rows of a draft vocabulary, for these terms."""
+    def has_rows(self, mix: LossMix, target_ids: Tensor) -> bool:
+        """Return whether `target_rows` fit a draft vocabulary and these terms."""
         vocab = self.draft.vocab
-        if self._kept is not None or mix.needs_mass and not vocab.is_identity:
+        if self._target_ids is not None or mix.needs_mass and not vocab.is_identity:
             return False
         return torch.equal(vocab.target_ids, target_ids)
 
     def reset(self) -> None:
-        """Forget the optimizer's moments (after going back to the live draft)."""
+        """Clear the optimizer's moments (after a return to the live draft)."""
         self.optimizer.state.clear()
 
     def run(
         self, batch: PackedBatch | None, lr_scale: float = 1.0
     ) -> StepResult | None:
-        """Train on this rank's batch; None has none but takes part.
+        """Train on this rank's batch; None: take part without a batch.
 
         Returns:
-            None when no rank has anything to train, or the gradient is not finite.
+            None if no rank has a row to train, or the gradient is not finite.
         """
-        found = self.loss_of(batch)
-        if found is None:
+        result = self.loss_of(batch)
+        if result is None:
             return None
-        total, sums = found
+        total, sums = result
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
         norm = self.clip_gradients()
@@ -206,9 +205,9 @@ class TrainStep:
         return float(norm)
 
     def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
-        """Differentiable loss of a batch times the number of ranks, and its sums.
+        """Return the loss of a batch times the number of ranks, and its sums.
 
-        None when no rank has a row to train.
+        None if no rank has a row to train.
         """
         work = None if batch is None else self._plan(batch)
         if work is None and self.reduce is None:
@@ -227,7 +226,7 @@ class TrainStep:
             return None
         if work is None or outputs is None:
             return _zero(weights), summer.close(None)
-        total, values = self._head_loss(work, outputs, weights, per_row)
+        total, values = self._lm_head_loss(work, outputs, weights, per_row)
         return total * summer.num_ranks, summer.close(values)
 
     def _plan(self, batch: PackedBatch) -> Work | None:
@@ -241,7 +240,7 @@ class TrainStep:
         return Work(batch, steps, rows, rows.labels(self.draft.vocab.draft_ids))
 
     def _forward(self, work: Work, weights: Weights) -> Tensor:
-        """Normed output rows [L, H] in the order of `work.rows`."""
+        """Return normed output rows [L, H] in the order of `work.rows`."""
         batch = work.batch
         inputs = batch.tokens, batch.features, batch.positions, work.rows.order
         tokens, features, positions, order = on_device(inputs, self.device)
@@ -258,7 +257,7 @@ class TrainStep:
         joined = torch.cat(outputs)
         return joined[order] if self.mix.branch else joined
 
-    def _head_loss(
+    def _lm_head_loss(
         self, work: Work, outputs: Tensor, weights: Weights, per_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         used, index = torch.unique(work.rows.teacher, return_inverse=True)
@@ -266,7 +265,7 @@ class TrainStep:
         rows = index, per_row, work.labels
         index, per_row, labels = on_device(rows, self.device)
         task = LossTask(self.mix, index, per_row, labels, work.rows.num_committed)
-        return fused_head_loss(
+        return fused_lm_head_loss(
             outputs,
             self.draft.tensor("lm_head.weight"),
             weights["lm_head.weight"].detach(),
@@ -288,11 +287,11 @@ class TrainStep:
             self.target,
             self.target_rows,
             self.dtype,
-            self._kept,
+            self._target_ids,
         )
 
 
 def _zero(weights: Weights) -> Tensor:
-    """Zero that depends on every trained weight, so that every gradient exists."""
+    """Return a zero that depends on every trained weight, so all have gradients."""
     parts = [w.sum().float() for w in weights.values() if w.requires_grad]
     return torch.stack(parts).sum() * 0.0

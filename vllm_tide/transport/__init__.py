@@ -1,27 +1,27 @@
-"""Transport between the engine and the trainer that cannot hurt serving.
+"""Transport between the engine and the trainer; its failures never stop serving.
 
-Owns the signal ring (rows of live traffic, engine to trainer), the weights segment
-(drafts, trainer to engine), the run directory where the two find each other, and the
-spool, which carries the same through storage. NumPy only: no torch, no vLLM, no pickle.
+Contains the signal ring (rows of live traffic, engine to trainer), the weights segment
+(drafts, trainer to engine), the run directory (discovery of engines and trainers), and
+the spool (records and drafts through storage). NumPy only: no torch, vLLM or pickle.
 
 Threat model, for every reader and writer here:
 
-* Processes of this user are not hostile: who may write to a segment, the run directory
-  or the spool could also trace the engine. Other users are kept out by modes 0600 and
-  0700, and segments and run directories that are another user's are refused; a
-  spool trusts whom its root's group lets in.
-* A crash at any instruction harms nobody: what is half written is never read, and the
-  claims and segments of the dead are taken over or removed.
-* What fails a check (checksum, digest, size, bounds) is dropped and counted.
-* Another version is refused with a sentence.
+* Processes of the same user are trusted: a process that can write to a segment, the run
+  directory or the spool can also trace the engine. Modes 0600 and 0700 exclude other
+  users. Segments and run directories of another user are refused. A spool trusts every
+  member of the group of its root directory.
+* A crash at any instruction is harmless: partially written data are never read, and the
+  claims and segments of dead processes are taken over or removed.
+* Data that fail a check (checksum, digest, size, bounds) are dropped and counted.
+* Data of another format version are refused with an error message.
 * Nothing is repaired.
 
-Runs in the vLLM worker (``RingWriter``, ``WeightsSegment``: never block, never raise
-but the documented ``WeightsRefused``) and in the sidecar (``RingReader``,
-``WeightsWriter``: may raise ``TransportError``, one sentence an operator can act on).
+Used by the vLLM worker (``RingWriter``, ``WeightsSegment``: never block, and raise only
+the documented ``WeightsRefused``) and by the sidecar (``RingReader``,
+``WeightsWriter``: may raise ``TransportError``, with a message for the operator).
 
-Known limit: whoever shrinks a segment between the size check and the access that
-follows ends a process by SIGBUS. Nothing of ours ever shrinks one.
+Known limit: a process that shrinks a segment between the size check and the access
+terminates the reader with SIGBUS. vllm_tide never shrinks a segment.
 """
 
 from vllm_tide.transport.record import Phase, Record, RingSpec

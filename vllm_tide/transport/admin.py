@@ -1,9 +1,9 @@
-"""Orders to a trainer, through a Unix socket of mode 0600 in the run directory.
+"""Commands to a trainer, through a Unix socket of mode 0600 in the run directory.
 
-One line of JSON each way: ``{"do": "pause"}``, answered with ``{"ok": true, ...}`` or
-``{"ok": false, "error": sentence}``. The trainer looks between two steps and never
-waits for a client. Whoever may open the socket may give orders: the run directory
-(0700) and the file's mode keep others out.
+Request and response are one line of JSON each: ``{"do": "pause"}`` and
+``{"ok": true, ...}`` or ``{"ok": false, "error": message}``. The trainer polls the
+socket between two steps and never waits for a client. Every process that can open the
+socket can send commands: the modes of directory (0700) and file exclude other users.
 """
 
 from __future__ import annotations
@@ -21,85 +21,85 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.rendezvous import NobodyThere, prepare_run_dir
+from vllm_tide.transport.rendezvous import NotRunningError, prepare_run_dir
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.admin")
 
 MAX_LINE = 4096
-"""Longest request (bytes)."""
+"""Maximum length of a request (bytes)."""
 MAX_CLIENTS = 32
-"""Clients at once; of so many that say nothing the oldest is sent away."""
-LOOK_S = 1.0
-"""Seconds between two checks that the socket's name is there: cleaners take it."""
+"""Maximum concurrent clients; if all are idle, the oldest is disconnected."""
+CHECK_PERIOD_S = 1.0
+"""Seconds between checks that the socket file exists; /tmp cleaners remove it."""
 _PREFIX, _SUFFIX = "admin-", ".sock"
 _STAGED = ".admin-*.new"
 _STAGED_S = 60.0
-"""A socket that was made longer ago (s) and got no name will not get one any more."""
+"""A staged socket older than this (s) is abandoned: its process died before rename."""
 
 Answer = dict[str, Any]
 
 
-class NoTrainer(NobodyThere):
-    """No trainer runs in a run directory."""
+class NoTrainerError(NotRunningError):
+    """No trainer is running in the run directory."""
 
 
 class AdminSocket:
-    """The trainer's end. Nothing here raises after it was made, or waits.
+    """The trainer's side. No method raises after construction, or waits.
 
     Args:
-        run_dir: Run directory. While no socket can be made (the reason is logged) the
-            trainer works without one.
+        run_dir: Run directory. If no socket can be created, the reason is logged and
+            the trainer runs without one.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # Not by the pid alone: containers that share the run directory may have the
-        # same one.
+        # The pid is not unique: containers that share the run directory may have the
+        # same pid.
         number = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.path = run_dir / f"{_PREFIX}{number}{_SUFFIX}"
-        self._clients: dict[socket.socket, bytes] = {}  # and what they said so far
-        self._unsent: dict[socket.socket, bytes] = {}  # of an answer
+        self._clients: dict[socket.socket, bytes] = {}  # and the bytes received so far
+        self._unsent: dict[socket.socket, bytes] = {}  # rest of an answer
         self._listener: socket.socket | None = None
-        self._next, self._why = 0.0, ""
+        self._next_check, self._last_error = 0.0, ""
         self._bind()
 
     def _bind(self) -> None:
-        """Listen under the name, at first and where somebody removed it."""
-        self._next = time.monotonic() + LOOK_S
+        """Listen under the path, initially and whenever the file was removed."""
+        self._next_check = time.monotonic() + CHECK_PERIOD_S
         if self._listener is not None and os.path.lexists(self.path):
             return
         try:
-            _sweep(prepare_run_dir(self.path.parent))
-            listener = _bound(self.path)
+            _remove_dead_sockets(prepare_run_dir(self.path.parent))
+            listener = _listen(self.path)
         except (OSError, TransportError) as error:
-            if str(error) != self._why:
-                self._why = str(error)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 logger.warning("no admin socket at %s: %s", self.path, error)
             return
         if self._listener is not None:
             self._listener.close()
-        self._listener, self._why = listener, ""
+        self._listener, self._last_error = listener, ""
 
-    def poll(self, carry_out: Callable[[dict[str, Any]], Answer]) -> None:
-        """Answer what has arrived."""
-        if time.monotonic() >= self._next:
+    def poll(self, execute: Callable[[dict[str, Any]], Answer]) -> None:
+        """Accept clients and answer the requests that have arrived."""
+        if time.monotonic() >= self._next_check:
             self._bind()
         if self._listener is None:
             return
-        with contextlib.suppress(OSError):  # there is no other
-            while len(self._clients) < MAX_CLIENTS:  # the system lets others wait
+        with contextlib.suppress(OSError):  # no further client
+            while len(self._clients) < MAX_CLIENTS:  # others stay in the backlog
                 client, _ = self._listener.accept()
                 client.setblocking(False)
                 self._clients[client] = b""
         for client in list(self._clients):
-            self._serve(client, carry_out)
+            self._serve(client, execute)
         if len(self._clients) == MAX_CLIENTS:
-            error = f"{MAX_CLIENTS} clients say nothing; the oldest is sent away"
+            error = f"too many idle clients ({MAX_CLIENTS}); closing the oldest"
             self._reply(next(iter(self._clients)), {"ok": False, "error": error})
 
     def close(self) -> None:
         """Stop listening and remove the file. Idempotent."""
-        self._next = math.inf
+        self._next_check = math.inf
         listener, self._listener = self._listener, None
         if listener is None:
             return
@@ -111,7 +111,7 @@ class AdminSocket:
             self.path.unlink()
 
     def _serve(
-        self, client: socket.socket, carry_out: Callable[[dict[str, Any]], Answer]
+        self, client: socket.socket, execute: Callable[[dict[str, Any]], Answer]
     ) -> None:
         if client in self._unsent:
             self._send(client, self._unsent[client])
@@ -122,32 +122,32 @@ class AdminSocket:
             return
         except OSError:
             part = b""
-        said = self._clients[client] = self._clients[client] + part
-        if b"\n" in said:
-            self._reply(client, _answered(said.partition(b"\n")[0], carry_out))
-        elif len(said) > MAX_LINE:
-            error = f"a request is one line of at most {MAX_LINE} bytes"
+        received = self._clients[client] = self._clients[client] + part
+        if b"\n" in received:
+            self._reply(client, _answer(received.partition(b"\n")[0], execute))
+        elif len(received) > MAX_LINE:
+            error = f"a request must be one line of at most {MAX_LINE} bytes"
             self._reply(client, {"ok": False, "error": error})
         elif not part:
             self._drop(client)
 
     def _reply(self, client: socket.socket, answer: Answer) -> None:
-        if client in self._unsent:  # it was answered, and does not read
+        if client in self._unsent:  # it was answered and does not read
             self._drop(client)
         else:
             self._send(client, json.dumps(answer).encode() + b"\n")
 
-    def _send(self, client: socket.socket, said: bytes) -> None:
-        """Send what the system holds now; the rest goes at the next looks."""
-        sent = len(said)
+    def _send(self, client: socket.socket, data: bytes) -> None:
+        """Send without blocking; the next polls send the remaining bytes."""
+        sent = len(data)
         try:
-            sent = client.send(said)
+            sent = client.send(data)
         except BlockingIOError:
             sent = 0
         except OSError:
-            pass  # it hung up
-        if sent < len(said):
-            self._unsent[client] = said[sent:]
+            pass  # the client disconnected
+        if sent < len(data):
+            self._unsent[client] = data[sent:]
         else:
             self._drop(client)
 
@@ -157,63 +157,63 @@ class AdminSocket:
         client.close()
 
 
-def _answered(line: bytes, carry_out: Callable[[dict[str, Any]], Answer]) -> Answer:
+def _answer(line: bytes, execute: Callable[[dict[str, Any]], Answer]) -> Answer:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError):
-        return {"ok": False, "error": "a request is one line of JSON"}
+        return {"ok": False, "error": "a request must be one line of JSON"}
     if not isinstance(request, dict) or not isinstance(request.get("do"), str):
-        return {"ok": False, "error": 'a request is an object with a text "do"'}
+        return {"ok": False, "error": 'a request must be an object with a string "do"'}
     try:
-        return carry_out(request)
-    except Exception as error:  # noqa: BLE001 - an order must not end the trainer
-        logger.exception("the order %r failed", request["do"])
+        return execute(request)
+    except Exception as error:  # noqa: BLE001 - a command must not stop the trainer
+        logger.exception("the command %r failed", request["do"])
         return {
             "ok": False,
-            "error": f"it failed ({type(error).__name__}); see the log",
+            "error": f"the command failed ({type(error).__name__}); see the log",
         }
 
 
 def trainer_sockets(run_dir: Path) -> list[Path]:
-    """Sockets in a run directory; of live trainers and of killed ones."""
+    """Return all trainer sockets of a run directory, also those of dead trainers."""
     return sorted(run_dir.glob(f"{_PREFIX}*{_SUFFIX}"))
 
 
 def send(path: Path, request: dict[str, Any], timeout_s: float) -> Answer | None:
-    """Ask one trainer.
+    """Send a command to one trainer.
 
     Args:
-        timeout_s: Longest wait for the answer (s): a trainer looks between two steps.
+        timeout_s: Maximum wait for the answer (s): a trainer polls between two steps.
 
     Returns:
-        Its answer; None if it was killed and only its socket is left.
+        The answer; None if the trainer is dead and only its socket file exists.
 
     Raises:
-        TransportError: It does not answer, or not in our language.
+        TransportError: The trainer does not answer, or the answer is invalid.
     """
     with socket.socket(socket.AF_UNIX) as client, _reachable(path) as name:
         client.settimeout(timeout_s)
         try:
             client.connect(name)
             client.sendall(json.dumps(request).encode() + b"\n")
-            said = client.makefile("rb").readline()
-            if not said.endswith(b"\n"):
-                raise TransportError(f"{path.name} hung up without an answer")
-            # NaN, and what no float holds, would be no JSON where it is passed on.
-            answer = json.loads(said, parse_float=_finite, parse_constant=_finite)
+            line = client.makefile("rb").readline()
+            if not line.endswith(b"\n"):
+                raise TransportError(f"{path.name} disconnected without an answer")
+            # NaN and infinity become null: they are invalid JSON for other programs.
+            answer = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except (ConnectionRefusedError, FileNotFoundError):
             return None
         except TimeoutError:
             raise TransportError(
                 f"{path.name} has not answered in {timeout_s:g} s; is its trainer "
-                "stopped? Give --timeout more seconds if its steps are long"
+                "stopped? Increase --timeout if its steps are long"
             ) from None
         except OSError as error:
             raise TransportError(f"{path}: {error.strerror}") from None
         except (ValueError, RecursionError):
-            raise TransportError(f"{path.name} answered with no JSON") from None
+            raise TransportError(f"{path.name} answered with invalid JSON") from None
     if not isinstance(answer, dict):
-        raise TransportError(f"{path.name} answered with no object")
+        raise TransportError(f"{path.name} did not answer with a JSON object")
     return answer
 
 
@@ -222,17 +222,17 @@ def _finite(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def ask_all(
+def send_to_all(
     run_dir: Path, request: dict[str, Any], timeout_s: float
 ) -> dict[str, Answer]:
-    """Ask every live trainer of a run directory.
+    """Send a command to every live trainer of a run directory.
 
     Returns:
-        Answers by trainer (``trainer <pid>``, or ``trainer <pid>-<8 hex>`` where two
-        have the same pid); one that cannot be asked answers with an error.
+        Answers by trainer (``trainer <pid>``, or ``trainer <pid>-<8 hex>`` if two have
+        the same pid). If a trainer cannot be reached, its answer is the error.
 
     Raises:
-        NoTrainer: None is there.
+        NoTrainerError: No trainer is running.
     """
     answers: dict[str, Answer] = {}
     for path in trainer_sockets(run_dir):
@@ -244,22 +244,23 @@ def ask_all(
             number = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
             answers[number] = answer
     pids = Counter(number.partition("-")[0] for number in answers)
-    found = {}
+    result = {}
     for number, answer in answers.items():
         pid = number.partition("-")[0]
-        found[f"trainer {pid if pids[pid] == 1 else number}"] = answer
-    if not found:
-        raise NoTrainer(
+        result[f"trainer {pid if pids[pid] == 1 else number}"] = answer
+    if not result:
+        raise NoTrainerError(
             f"no trainer is running in {run_dir}: start `vllm-tide train`, or give "
             "--run-dir"
         )
-    return found
+    return result
 
 
-def _bound(path: Path) -> socket.socket:
-    """A listening socket, which gets its name only now: whoever finds it can connect.
+def _listen(path: Path) -> socket.socket:
+    """Create a listening socket and then rename it to `path`.
 
-    One that is bound and does not listen yet refuses as a dead one does.
+    A socket that is bound but not yet listening refuses connections like one of a dead
+    process, so it must not be visible under its name.
     """
     listener = socket.socket(socket.AF_UNIX)
     staged = path.with_name(f".{path.stem}.new")
@@ -279,10 +280,10 @@ def _bound(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _reachable(path: Path) -> Iterator[str]:
-    """A short name for a socket: the system takes 107 bytes at most.
+    """Yield a short path to a socket: the kernel limits it to 107 bytes.
 
     Raises:
-        TransportError: If there is no such directory.
+        TransportError: The directory does not exist.
     """
     try:
         fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -294,7 +295,7 @@ def _reachable(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def _sweep(run_dir: Path) -> None:
+def _remove_dead_sockets(run_dir: Path) -> None:
     for path in run_dir.glob(_STAGED):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STAGED_S:

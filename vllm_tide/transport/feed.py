@@ -1,4 +1,4 @@
-"""Records of one engine and drafts to it, through shared memory; where it is found."""
+"""Feed of one engine through shared memory: its records in, drafts out."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger("vllm_tide.train")
 
 
 class RingFeed:
-    """Attaches to an engine on this host: its records in, drafts out.
+    """Reads records of an engine on this host and sends drafts to it.
 
-    One thread uses it. Any method may raise TransportError when the engine or its
-    storage is lost for good; what merely is not there yet is None, zero or empty.
-    `SpoolFeed` offers the same; `spec` is what an engine's records have in common.
+    Not thread-safe. Any method may raise TransportError if the engine or its storage is
+    permanently lost. Data that are not available yet are None, zero or empty.
+    `SpoolFeed` has the same interface. `spec` describes the engine's records.
 
     Raises:
         TransportError: A segment cannot be attached.
@@ -54,37 +54,37 @@ class RingFeed:
         self.spec = self._reader.spec
         try:
             self._writer = WeightsWriter.attach(manifest.weights)
-            self._told = self._writer.feedback()
+            self._feedback = self._writer.feedback()
         except BaseException:
             self._reader.close()
             raise
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Identity that an engine must share with it, see ``transport.identity``.
+        """Identity that engines of one trainer must share, see ``transport.identity``.
 
         Raises:
-            TransportError: If the engine's directories cannot be read.
+            TransportError: The engine's directories cannot be read.
         """
         return identity_of(self.manifest)
 
     @property
     def latest_version(self) -> int:
-        """Newest draft sent to it; 0 if none was.
+        """Newest draft sent to the engine; 0 if none was.
 
-        Numbers that the engine has seen are not given again: it looks at each once.
+        A version that the engine has seen is not reused: it handles each only once.
         """
-        told = self._told
+        last = self._feedback
         return max(
-            self._writer.latest_version, told.installed_version, told.refused_version
+            self._writer.latest_version, last.installed_version, last.refused_version
         )
 
     def models(self) -> tuple[Path, Path]:
-        """The engine's own directories."""
+        """Return the target and draft directories of the engine."""
         return Path(self.manifest.target_path), Path(self.manifest.draft_path)
 
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
-        """Take records out, in order; never waits.
+        """Remove and return records in order; never waits.
 
         Stops after the record that reaches `max_rows`.
         """
@@ -100,23 +100,23 @@ class RingFeed:
         return records
 
     def heartbeat(self) -> None:
-        """Say that the trainer lives; call it at least once a second."""
+        """Renew the trainer's heartbeat; call it at least once a second."""
         if not (self._reader.intact and self._writer.intact):
-            raise TransportError("its shared memory was cut short: restart its server")
+            raise TransportError("its shared memory was truncated: restart its server")
         self._reader.heartbeat()
         self._writer.heartbeat()
 
     def alive(self) -> bool:
-        """True if the engine lives, or left records that were not read yet."""
+        """Return whether the engine is alive or has left unread records."""
         if self._reader.producer_alive():
             return True
-        if not self._orphaned:  # it may have written since the last read
+        if not self._orphaned:  # it may have written after the last read
             self._orphaned, self._drained = True, False
         return not self._drained
 
     def feedback(self) -> WeightsFeedback:
-        self._told = self._writer.feedback()
-        return self._told
+        self._feedback = self._writer.feedback()
+        return self._feedback
 
     def publish(
         self,
@@ -126,19 +126,19 @@ class RingFeed:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Send a draft, newer than the latest; the engine swaps it in when it is ready.
+        """Send a draft newer than the latest; the engine swaps it in asynchronously.
 
-        Tensors by name: dtype as torch names it, shape, and its bytes.
+        Tensors by name: torch dtype name, shape, and bytes.
         """
         self._writer.publish(
             tensors, version=version, parent_version=parent_version, meta=meta
         )
 
     def latest(self) -> Publication | None:
-        """The draft sent to it last, or what it serves where it refused that one."""
-        told, version = self.feedback(), self._writer.latest_version
-        if version == told.refused_version:
-            version = told.installed_version
+        """Return the draft sent last or, if it was refused, the one being served."""
+        feedback, version = self.feedback(), self._writer.latest_version
+        if version == feedback.refused_version:
+            version = feedback.installed_version
         if version == 0:
             return None
         segment = WeightsSegment.attach(self.manifest.weights)
@@ -150,33 +150,33 @@ class RingFeed:
         finally:
             segment.close()
 
-    def set_collect(self, wanted: Collect) -> None:
-        """Ask the engine for full rows, for metadata-only records, or for nothing."""
-        self._reader.set_collect(wanted)
+    def set_collect(self, mode: Collect) -> None:
+        """Request full rows, metadata-only records, or no records from the engine."""
+        self._reader.set_collect(mode)
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead of `read`: nothing is."""
+        """Drop prefetched records; this feed has none."""
         return 0
 
     def stats(self) -> dict[str, int]:
-        """Counters for the status: rows dropped, shards skipped, and so on."""
-        held = self._reader.stats()
+        """Return counters for the status: dropped rows, skipped shards and others."""
+        ring = self._reader.stats()
         return {
-            "dropped_rows": held.dropped_rows,
-            "corrupt_records": held.corrupt_records,
-            "waiting_bytes": held.used_bytes,
+            "dropped_rows": ring.dropped_rows,
+            "corrupt_records": ring.corrupt_records,
+            "waiting_bytes": ring.used_bytes,
         }
 
     def close(self) -> None:
-        """Let the engine go. Idempotent, never raises."""
+        """Detach from the engine. Idempotent, never raises."""
         self._reader.close()
         self._writer.close()
 
 
 class RunDirSource:
-    """Engines of a run directory: all, or one engine or group (`engine_id`).
+    """Engines of a run directory: all of them, or one engine or group (`engine_id`).
 
-    A source finds live engines and opens feeds to them; it never waits for storage.
+    A source lists live engines and opens feeds to them; it never waits for storage.
     """
 
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
@@ -193,7 +193,7 @@ class RunDirSource:
         return list(self._manifests)
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        """An engine's identity, without attaching; TransportError if there is none."""
+        """Return an engine's identity without attaching; may raise TransportError."""
         if engine_id not in self._identities:
             self._identities[engine_id] = identity_of(self._manifests[engine_id])
         return self._identities[engine_id]
@@ -202,7 +202,7 @@ class RunDirSource:
         return RingFeed(self._manifests[engine_id])
 
     def gone(self, engine_id: str) -> None:
-        """An engine killed outright could not unlink its segments."""
+        """Forget an engine; unlink the segments that a killed engine left."""
         self._identities.pop(engine_id, None)
         reclaim_orphans(self._run_dir)
 

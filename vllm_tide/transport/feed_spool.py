@@ -1,7 +1,7 @@
-"""A feed through a spool: nothing is shared with the engine but storage.
+"""Feed of an engine through a spool: trainer and engine share only storage.
 
-A thread of its own talks to the storage: it fetches shards ahead, sends drafts and says
-that the trainer lives. So storage that is slow, or hangs, never stops a training step.
+A separate thread accesses the storage: it prefetches shards, sends drafts and writes
+the trainer's heartbeat. Slow or hanging storage therefore never blocks a training step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vllm_tide.transport.spool import (
     DraftConflict,
     EngineFolder,
     EngineState,
-    Freshness,
+    HeartbeatMonitor,
     ReaderState,
     checked_name,
     engine_ids,
+    failure_message,
     instance_gone,
     this_instance,
-    why_failed,
 )
 from vllm_tide.transport.spool_models import local_models
 from vllm_tide.transport.spool_shard import SpoolReader
@@ -48,20 +48,20 @@ from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
 logger = logging.getLogger("vllm_tide.train")
 
 SCAN_S = 2.0
-"""How often a spool is searched for engines (s)."""
+"""Interval between scans of a spool for engines (s)."""
 FIRST_SCAN_S = 10.0
-"""How long a trainer that starts waits for a spool (s)."""
+"""Maximum wait of a starting trainer for the first scan (s)."""
 POLL_S = 0.25
-"""How often the storage is looked at (s)."""
+"""Interval between accesses to the storage (s)."""
 PREFETCHED_SHARDS = 2
 CURSOR_S = 1.0
-"""How often the cursor is written (s): what a killed trainer reads twice, at most."""
+"""Interval between cursor writes (s): records since the last are read again."""
 _CLOSE_S, _CLOSE_WITH_DRAFT_S = 5.0, 60.0
 
 
 @dataclass
 class _Fetched:
-    """A shard whose first `taken` records were handed out; None was purged."""
+    """A shard; `taken` of its records were read; None replaces a purged record."""
 
     number: int
     records: deque[Record | None]
@@ -69,15 +69,16 @@ class _Fetched:
 
 
 class SpoolFeed:
-    """Attaches to an engine through a spool; methods as those of `RingFeed`.
+    """Reads records of an engine from a spool and sends drafts; see `RingFeed`.
 
-    A trainer of the same `reader` name goes on where the one before stopped; two names
-    read everything each, and one of them `publishes`. `cache`: see ``local_models``.
-    Not `threaded` leaves the storage to :meth:`heartbeat`, for tests.
+    A trainer continues where the previous one with the same `reader` name stopped.
+    Trainers of different names each read all records, and only one of them `publishes`.
+    `cache`: see ``local_models``. If not `threaded`, :meth:`heartbeat` accesses the
+    storage, for tests.
 
     Raises:
-        TransportError: The engine is not in the spool, speaks another format, or has
-            such a trainer already.
+        TransportError: The engine is not in the spool, has another format, or already
+            has such a trainer.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class SpoolFeed:
         self.identity = entry.identity
         self._name = checked_name(reader, "reader")
         before = self._claim(publishes)
-        self._said = replace(before, instance=this_instance(), publishes=publishes)
+        self._written = replace(before, instance=this_instance(), publishes=publishes)
         self._reader = SpoolReader(self._folder, self.spec, before.shard)
         self._state = self._folder.read_state() or EngineState()
-        self._fresh, self._reached = Freshness(), time.monotonic()
-        self._fresh.look(self._state.unix)
+        self._heartbeat, self._reached = HeartbeatMonitor(), time.monotonic()
+        self._heartbeat.observe(self._state.unix)
         self._latest = self._folder.latest_draft(self._state.published_version)
         self._lock = threading.Lock()
         self._queue: deque[_Fetched] = deque()
-        # Purges since the last fetch began: its shard may come from before them.
+        # Purges since the last fetch started: its shard may be older than the purges.
         self._purges: list[int | None] = []
         self._cursor = (before.shard, before.index)
         self._collect = Collect.NOTHING if before.paused else Collect.FULL
@@ -121,10 +122,10 @@ class SpoolFeed:
         self._beat = time.monotonic()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._say(force=True)
+        self._write_state(force=True)
         if threaded:
             self._thread = threading.Thread(
-                target=self._work, name=f"vllm-tide-spool-{engine_id}", daemon=True
+                target=self._run, name=f"vllm-tide-spool-{engine_id}", daemon=True
             )
             self._thread.start()
 
@@ -133,7 +134,7 @@ class SpoolFeed:
         return max(self._latest, self._state.published_version)
 
     def models(self) -> tuple[Path, Path]:
-        """Copied out of the spool where this host lacks them."""
+        """Return the model directories; download those that are not on this host."""
         return local_models(self._folder, self._entry, self._cache)
 
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
@@ -155,13 +156,13 @@ class SpoolFeed:
         return records
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead, or is being fetched; never waits.
+        """Drop prefetched records and those of a fetch in progress; never waits.
 
-        What the spool still holds will be read: `vllm-tide purge --spool` removes it.
+        Shards in the spool remain: `vllm-tide purge --spool` removes them.
         """
         with self._lock:
             self._purges.append(tenant)
-            return sum(_forget(shard.records, tenant) for shard in self._queue)
+            return sum(_drop(shard.records, tenant) for shard in self._queue)
 
     def heartbeat(self) -> None:
         if self._lost:
@@ -173,19 +174,19 @@ class SpoolFeed:
     def alive(self) -> bool:
         if self._queue:
             return True
-        if self._state.running and self._fresh.fresh:
+        if self._state.running and self._heartbeat.fresh:
             return True
         unread = self._reader.next_shard <= self._state.last_shard
         return unread and time.monotonic() - self._reached < DEAD_S
 
     def feedback(self) -> WeightsFeedback:
-        """As the relay last said."""
+        """Return the feedback that the relay wrote last."""
         state = self._state
         return WeightsFeedback(
             installed_version=state.installed_version,
             refused_version=state.refused_version,
             refused_reason=state.refused_reason,
-            engine_alive=state.running and self._fresh.fresh,
+            engine_alive=state.running and self._heartbeat.fresh,
             swap_pause_ms_last=state.swap_pause_ms,
         )
 
@@ -197,14 +198,14 @@ class SpoolFeed:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Sent in the background; a newer draft replaces it."""
+        """Send a draft in the background; a newer draft replaces a pending one."""
         if version <= self.latest_version:
             raise TransportError(
                 f"version {version} is not newer than {self.latest_version}"
             )
         if version > MAX_VERSION:
             raise TransportError(
-                f"version {version} is past the last one there is: restart the engine"
+                f"version {version} exceeds the maximum: restart the engine"
             )
         blob = publication.encode(tensors, version, parent_version, meta)
         with self._lock:
@@ -212,18 +213,18 @@ class SpoolFeed:
             self._latest = version
 
     def latest(self) -> Publication | None:
-        known = self.latest_version
-        if self._folder.latest_draft(known) == 0:
+        version = self.latest_version
+        if self._folder.latest_draft(version) == 0:
             return None
         try:
-            return publication.decode(self._folder.read_draft(known))
+            return publication.decode(self._folder.read_draft(version))
         except (MemoryError, WeightsRefused) as refusal:
             logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
             return None
 
-    def set_collect(self, wanted: Collect) -> None:
-        """The relay heeds it at its next look."""
-        self._collect = wanted
+    def set_collect(self, mode: Collect) -> None:
+        """Set the requested rows; the relay reads the request in its next poll."""
+        self._collect = mode
 
     def stats(self) -> dict[str, int]:
         state, skipped = self._state, self._reader.skipped
@@ -237,7 +238,7 @@ class SpoolFeed:
         }
 
     def close(self) -> None:
-        """Waits for a draft under way, a minute at most."""
+        """Stop the thread; wait up to a minute for a pending draft."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -245,30 +246,30 @@ class SpoolFeed:
             self.poll()
             return
         if time.monotonic() - self._reached > _CLOSE_S:
-            return  # the storage hangs: the thread ends whenever it comes back
-        patience = _CLOSE_S if self._pending is None else _CLOSE_WITH_DRAFT_S
-        self._thread.join(timeout=patience)
+            return  # the storage hangs: the thread exits when it responds
+        timeout = _CLOSE_S if self._pending is None else _CLOSE_WITH_DRAFT_S
+        self._thread.join(timeout=timeout)
 
     def poll(self) -> None:
-        """One round with the storage; a failure is logged and tried again."""
+        """Access the storage once; a failure is logged and retried."""
         try:
             self._exchange()
         except DraftConflict as error:
             self._lost = str(error)
             self._pending = None
         except TransportError as error:
-            sentence = str(error)
-            if sentence != self._failing:  # once per cause, not per try
-                logger.error("engine %s: %s", self.id, sentence)
-            self._failing = sentence
-        except Exception as error:  # a thread that ends would leave no word
+            message = str(error)
+            if message != self._failing:  # log once per cause, not per attempt
+                logger.error("engine %s: %s", self.id, message)
+            self._failing = message
+        except Exception as error:  # otherwise the thread would exit silently
             logger.exception("engine %s: its spool cannot be used", self.id)
-            self._lost = why_failed(error)
+            self._lost = failure_message(error)
         else:
             self._failing = ""
             self._reached = time.monotonic()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._closing.wait(POLL_S):
             self.poll()
         self.poll()
@@ -277,7 +278,7 @@ class SpoolFeed:
         closing = self._closing.is_set()
         state = self._folder.read_state()
         if state is not None:
-            self._fresh.look(state.unix)
+            self._heartbeat.observe(state.unix)
             self._state = state
         while not closing and len(self._queue) < PREFETCHED_SHARDS:
             if not self._fetch():
@@ -286,11 +287,11 @@ class SpoolFeed:
         if blob is not None:
             self._folder.write_draft(blob)
             with self._lock:
-                if self._pending is blob:  # no newer one came meanwhile
+                if self._pending is blob:  # not replaced by a newer one meanwhile
                     self._pending = None
-        # A trainer that hangs must not look alive because this thread is.
+        # No heartbeat for a trainer that hangs while this thread runs.
         if closing or time.monotonic() - self._beat < DEAD_S:
-            self._say(running=not closing, force=closing)
+            self._write_state(running=not closing, force=closing)
 
     def _fetch(self) -> bool:
         with self._lock:
@@ -301,28 +302,28 @@ class SpoolFeed:
         records: deque[Record | None] = deque(shard.records)
         with self._lock:
             for tenant in self._purges:
-                _forget(records, tenant)
+                _drop(records, tenant)
             number, index = self._cursor
             taken = index if number == shard.number and not self._queue else 0
             for _ in range(min(taken, len(records))):
-                records.popleft()  # taken before a restart
+                records.popleft()  # read before a restart
             self._queue.append(_Fetched(shard.number, records, taken))
         return True
 
-    def _say(self, *, running: bool = True, force: bool = False) -> None:
+    def _write_state(self, *, running: bool = True, force: bool = False) -> None:
         with self._lock:
             shard, index = self._cursor
-        said, now = self._said, time.time()
-        # A step of the clock either way must not silence us.
-        age = abs(now - said.unix)
+        last, now = self._written, time.time()
+        # abs: a clock step in either direction must not suppress the heartbeat.
+        age = abs(now - last.unix)
         full, nothing = (self._collect is c for c in (Collect.FULL, Collect.NOTHING))
-        changed = (said.collect, said.paused) != (full, nothing) or (
-            age >= CURSOR_S and (said.shard, said.index) != (shard, index)
+        changed = (last.collect, last.paused) != (full, nothing) or (
+            age >= CURSOR_S and (last.shard, last.index) != (shard, index)
         )
         if not (force or changed or age >= BEAT_S):
             return
-        told = replace(
-            said,
+        state = replace(
+            last,
             unix=now,
             running=running,
             collect=full,
@@ -330,27 +331,27 @@ class SpoolFeed:
             shard=shard,
             index=index,
         )
-        self._folder.write_reader(self._name, told)
-        self._said = told
+        self._folder.write_reader(self._name, state)
+        self._written = state
 
     def _claim(self, publishes: bool) -> ReaderState:
-        """Where a reader of this name stopped; TransportError if a rival lives."""
-        me, found = this_instance(), self._folder.read_readers()
-        for name, state in found.items():
+        """Return this reader's last state; raise if another trainer is using it."""
+        instance, readers = this_instance(), self._folder.read_readers()
+        for name, state in readers.items():
             same = name == self._name
-            rival = same or (publishes and state.publishes)
-            if rival and state.instance != me and _lives(state):
-                what = "reads" if same else "publishes"
+            conflict = same or (publishes and state.publishes)
+            if conflict and state.instance != instance and _is_alive(state):
+                verb = "reads" if same else "publishes"
                 raise TransportError(
-                    f"a trainer named {name!r} already {what} engine {self.id} in "
+                    f"a trainer named {name!r} already {verb} engine {self.id} in "
                     f"{self._folder.store.url}: stop it, or wait {DEAD_S:.0f} s if it "
                     "died"
                 )
-        return found.get(self._name, ReaderState(me))
+        return readers.get(self._name, ReaderState(instance))
 
 
-def _forget(records: deque[Record | None], tenant: int | None) -> int:
-    """Put None for the records of a tenant, so that the others keep their places."""
+def _drop(records: deque[Record | None], tenant: int | None) -> int:
+    """Replace a tenant's records by None, so that the indices of others stay."""
     removed = 0
     for _ in range(len(records)):
         record = records.popleft()
@@ -361,14 +362,14 @@ def _forget(records: deque[Record | None], tenant: int | None) -> int:
     return removed
 
 
-def _lives(state: ReaderState) -> bool:
-    """True if a trainer may be alive; clocks of two hosts are trusted to 20 s here."""
+def _is_alive(state: ReaderState) -> bool:
+    """Return whether a trainer may be alive; assumes clock skew below 20 s."""
     recent = abs(time.time() - state.unix) < DEAD_S
     return state.running and recent and not instance_gone(state.instance)
 
 
 class SpoolSource:
-    """Engines whose relays write to a spool; see ``SpoolFeed``."""
+    """Engines with a relay that writes to a spool; see ``SpoolFeed``."""
 
     def __init__(
         self,
@@ -382,12 +383,12 @@ class SpoolSource:
         self._store = open_store(url)
         self._engine_id, self._reader, self._cache = engine_id, reader, cache
         self._threaded = threaded
-        self._words: dict[str, tuple[Freshness, bool]] = {}
-        self._found: dict[str, dict[str, str] | TransportError] = {}
-        self._listed = self._found  # as of the last `find`
-        self._asked: set[str] = set()
+        self._heartbeats: dict[str, tuple[HeartbeatMonitor, bool]] = {}
+        self._identities: dict[str, dict[str, str] | TransportError] = {}
+        self._listed = self._identities  # at the last `find`
+        self._requested: set[str] = set()
         self._opened: dict[str, SpoolFeed | TransportError] = {}
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards these two
         self._failing = ""
         self._wake, self._closing = threading.Event(), threading.Event()
         if not threaded:
@@ -396,34 +397,34 @@ class SpoolSource:
         threading.Thread(
             target=self._work, args=(scanned,), name="vllm-tide-spool-scan", daemon=True
         ).start()
-        scanned.wait(FIRST_SCAN_S)  # so that the first `find` finds
+        scanned.wait(FIRST_SCAN_S)  # so that the first `find` is complete
 
     def find(self) -> list[str]:
         if not self._threaded:
             self._scan()
-        self._listed = self._found
+        self._listed = self._identities
         return list(self._listed)
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        found = self._listed[engine_id]
-        if isinstance(found, TransportError):
-            raise found
-        return found
+        identity = self._listed[engine_id]
+        if isinstance(identity, TransportError):
+            raise identity
+        return identity
 
     def open(self, engine_id: str) -> SpoolFeed | None:
         if not self._threaded:
             return self._attach(engine_id)
         with self._lock:
-            made = self._opened.pop(engine_id, None)
-            if made is None:
-                self._asked.add(engine_id)
+            feed = self._opened.pop(engine_id, None)
+            if feed is None:
+                self._requested.add(engine_id)
                 self._wake.set()
-        if isinstance(made, TransportError):
-            raise made
-        return made
+        if isinstance(feed, TransportError):
+            raise feed
+        return feed
 
     def gone(self, engine_id: str) -> None:
-        """Nothing: the bounds remove what a dead engine left."""
+        """Do nothing: the size and age bounds remove the files of a dead engine."""
 
     def close(self) -> None:
         self._closing.set()
@@ -435,18 +436,18 @@ class SpoolSource:
             scanned.set()
             self._wake.wait(SCAN_S)
             self._wake.clear()
-            for engine_id in tuple(self._asked):
-                made: SpoolFeed | TransportError
+            for engine_id in tuple(self._requested):
+                feed: SpoolFeed | TransportError
                 try:
-                    made = self._attach(engine_id)
+                    feed = self._attach(engine_id)
                 except Exception as error:  # noqa: BLE001 - as in `_scan`
-                    made = TransportError(why_failed(error))
+                    feed = TransportError(failure_message(error))
                 with self._lock:
-                    self._opened[engine_id] = made
-                    self._asked.discard(engine_id)
-        for made in self._opened.values():
-            if not isinstance(made, TransportError):
-                made.close()
+                    self._opened[engine_id] = feed
+                    self._requested.discard(engine_id)
+        for feed in self._opened.values():
+            if not isinstance(feed, TransportError):
+                feed.close()
 
     def _attach(self, engine_id: str) -> SpoolFeed:
         return SpoolFeed(
@@ -460,19 +461,19 @@ class SpoolSource:
     def _scan(self) -> None:
         try:
             ids = engine_ids(self._store)
-            live = [name for name in ids if self._wanted(name) and self._lives(name)]
-            self._found = {name: self._identity(name) for name in live}
-        except Exception as error:  # noqa: BLE001 - a thread that ends finds nobody
-            if why_failed(error) != self._failing:  # once per cause, not per try
-                logger.error("%s", why_failed(error))
-            self._failing = why_failed(error)
+            live = [name for name in ids if self._matches(name) and self._alive(name)]
+            self._identities = {name: self._identity(name) for name in live}
+        except Exception as error:  # noqa: BLE001 - keep the thread running
+            if failure_message(error) != self._failing:  # once per cause
+                logger.error("%s", failure_message(error))
+            self._failing = failure_message(error)
         else:
             self._failing = ""
 
     def _identity(self, engine_id: str) -> dict[str, str] | TransportError:
-        known = self._found.get(engine_id)
-        if isinstance(known, dict):
-            return known
+        cached = self._identities.get(engine_id)
+        if isinstance(cached, dict):
+            return cached
         try:
             entry = EngineFolder(self._store, engine_id).read_engine()
         except TransportError as error:
@@ -480,26 +481,26 @@ class SpoolSource:
         if entry is not None:
             return entry.identity
         return TransportError(
-            f"engine {engine_id} has not announced itself in {self._store.url} yet"
+            f"engine {engine_id} is not announced in {self._store.url} yet"
         )
 
-    def _wanted(self, engine_id: str) -> bool:
+    def _matches(self, engine_id: str) -> bool:
         return self._engine_id in (None, engine_id)
 
-    def _lives(self, engine_id: str) -> bool:
+    def _alive(self, engine_id: str) -> bool:
         state = EngineFolder(self._store, engine_id).read_state()
         if state is None or not state.running:
             return False
-        if engine_id not in self._words:
-            # At first sight its clock decides; then only whether its word changes.
+        if engine_id not in self._heartbeats:
+            # The first check compares clocks; later checks only whether `unix` changes.
             recent = abs(time.time() - state.unix) < DEAD_S
-            self._words[engine_id] = (Freshness(), recent)
-        word, recent = self._words[engine_id]
-        word.look(state.unix)
-        return word.fresh and (recent or word.moved)
+            self._heartbeats[engine_id] = (HeartbeatMonitor(), recent)
+        heartbeat, recent = self._heartbeats[engine_id]
+        heartbeat.observe(state.unix)
+        return heartbeat.fresh and (recent or heartbeat.changed)
 
 
 Feed = RingFeed | SpoolFeed
-"""Records of one engine in, drafts for it out."""
+"""Interface to one engine: its records in, drafts out."""
 
 Source = RunDirSource | SpoolSource

@@ -1,12 +1,12 @@
-"""Many engines, one trainer: their records in fair shares, one draft for all of them.
+"""Feeds of all engines of a trainer: records in fair shares, one draft for all engines.
 
-An engine joins when it is found and fits, and is dropped when it dies or its storage is
-lost; the others never notice. Each gets a new draft at once and swaps it in when it is
-ready; nobody waits for anybody.
+An engine joins when it is discovered and compatible. It is dropped when it dies or its
+storage is lost; the others are not affected. A new draft is sent to all engines at
+once, and each swaps it in asynchronously.
 
-Drafts are numbered across engines. An engine that is ahead of the numbers (it had
-another trainer before) gets a draft under a higher version of its own; what this module
-says about versions is always in the trainer's numbers.
+Version numbers are shared by all engines. If an engine already has a higher version
+(from another trainer), a draft is sent to it under a higher engine-specific version.
+Versions in this module are the trainer's unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from vllm_tide.transport.weights import WeightsFeedback
 
 logger = logging.getLogger("vllm_tide.train")
 
-FAST_KEPT = 4096
-"""Publications of fast drafts to an engine whose records are still recognised."""
-TURN_ROWS = 256
-"""Rows an engine may send before it is the next one's turn."""
-LOOK_S = 1.0
-"""How often engines are looked for (s)."""
+MAX_FAST_VERSIONS = 4096
+"""Number of fast-draft versions remembered per engine."""
+SHARE_ROWS = 256
+"""Rows read from one engine before the next engine is read."""
+SCAN_PERIOD_S = 1.0
+"""Interval between scans for engines (s)."""
 RETRY_S = 10.0
-"""An engine that could not be attached is tried again after this (s)."""
+"""Delay before another attempt to attach an engine (s)."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class EngineVersions:
-    """Drafts of one engine, in the trainer's numbers."""
+    """Draft versions of one engine, in the trainer's numbering."""
 
-    published: int  # newest sent to it, 0 if none was
-    installed: int  # the one that serves; 0 is the draft it started with
-    refused: int  # the last one, 0 if none
+    published: int  # newest version sent, 0 if none
+    installed: int  # being served; 0 is the initial draft
+    refused: int  # last refused version, 0 if none
     refused_reason: str
-    swap_pause_ms: float  # how long the last installation held serving up
-    # Of a fast draft on its base: "sent", "served", "refused"; empty without one, and
-    # when the base is on its way back. All versions above are the base's then.
+    swap_pause_ms: float  # pause of serving in the last installation
+    # State of a fast draft: "sent", "served" or "refused"; empty if there is none or
+    # the base was sent again. With a fast draft the versions above are its base's.
     adaptation: str = ""
     serves_fast: bool = False
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines that came or went since the last look."""
+    """Engines that joined or left since the last poll."""
 
     joined: tuple[str, ...]
-    left: dict[str, str]  # and why
+    left: dict[str, str]  # engine to reason
 
 
 @dataclass(frozen=True)
@@ -83,36 +83,36 @@ class _Member:
 class Feeds:
     """The engines of one trainer.
 
-    The first engine whose models are to be had decides what the others must have in
-    common with it; of several found at once that is the newest.
+    The first engine with available models is the reference: all others must match its
+    identity. Of several engines in the same scan the newest is first.
 
     Attributes:
-        refused: Sentences about engines that are live and cannot join.
+        refused: By engine, why a live engine cannot join.
         failed_publications: Drafts that could not be sent, over all engines.
-        opening: Whether an engine that was found may join at the next look.
-        tenant_keys: Ids of keys that name tenants of engines here, now or before.
-        found_fast: `latest` met a fast draft, which another trainer has left.
+        opening: Whether a discovered engine is being opened and may join next time.
+        tenant_keys: Ids of the tenant keys of all engines, current and former.
+        has_fast_draft: Whether `latest` found a fast draft of an earlier trainer.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = list(sources)
         self._members: dict[str, _Member] = {}
-        self._turns: deque[str] = deque()  # the engines, the next one first
+        self._read_order: deque[str] = deque()  # engines; the next to read is first
         self._reference: tuple[str, dict[str, str]] | None = None
-        self._spec: RingSpec | None = None  # of all of them
+        self._spec: RingSpec | None = None  # common to all engines
         self._barred: set[str] = set()
         self._retry_at: dict[str, float] = {}
-        self._next_look = 0.0
+        self._next_scan = 0.0
         self._left: dict[str, str] = {}
         self._draft: _Draft | None = None
         self._counter = 0
-        # version an engine knows -> the trainer's number, where they differ
+        # Engine-specific version -> the trainer's number, where they differ.
         self._numbers: dict[str, dict[int, int]] = {}
-        # Versions an engine knows of fast drafts (True) and of bases sent again, and
-        # the version of the base that they stand on.
+        # Engine-specific versions of fast drafts (True) and of bases sent again
+        # (False), and the version of their base.
         self._fast: dict[str, dict[int, bool]] = {}
         self._bases: dict[str, int] = {}
-        self.found_fast = False
+        self.has_fast_draft = False
         self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
@@ -131,26 +131,26 @@ class Feeds:
 
     @property
     def reference(self) -> Feed | None:
-        """The feed a trainer is made from; None while there is no engine."""
+        """The feed that the trainer is created from; None if there is no engine."""
         if self._reference is not None and self._reference[0] in self._members:
             return self._members[self._reference[0]].feed
         return next((member.feed for member in self._members.values()), None)
 
     def poll(self) -> Changes:
-        """Drop engines that died, take in those that came; cheap."""
+        """Drop dead engines and attach new ones; cheap enough for every step."""
         joined: list[str] = []
         for member in list(self._members.values()):
-            if self._try(member, member.feed.alive) is False:
-                self._drop(member, "its engine is gone")
+            if self._call(member, member.feed.alive) is False:
+                self._drop(member, "its process has exited")
                 member.source.gone(member.feed.id)
-                for known in (self._numbers, self._fast, self._bases):
-                    known.pop(member.feed.id, None)  # one of that name is another
+                for versions in (self._numbers, self._fast, self._bases):
+                    versions.pop(member.feed.id, None)  # do not reuse for a new engine
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_S
+        if now >= self._next_scan:
+            self._next_scan = now + SCAN_PERIOD_S
             self.opening = False
             for source in self._sources:
-                # The newest first, so that it is the reference.
+                # Newest first: it becomes the reference.
                 for engine_id in reversed(source.find()):
                     if self._may_join(engine_id, now) and self._join(source, engine_id):
                         joined.append(engine_id)
@@ -160,46 +160,47 @@ class Feeds:
     def read(
         self, limit: int = 256, max_rows: int | None = None
     ) -> list[tuple[str, list[Record]]]:
-        """Take records out in turns; never waits.
+        """Remove and return records, cycling through the engines; never waits.
 
-        While engines have more than is asked for, each sends `TURN_ROWS` a turn and at
-        most one record beyond; the next call goes on with the engine whose turn it is.
+        While all engines have enough records, each contributes `SHARE_ROWS` rows and at
+        most one more record per cycle. The next call continues with the next engine.
         """
-        found: dict[str, list[Record]] = {}
-        waiting, rows = set(self._turns), 0
+        result: dict[str, list[Record]] = {}
+        waiting, rows = set(self._read_order), 0
         while waiting and limit > 0 and (max_rows is None or rows < max_rows):
-            name = self._turns[0]
-            asked = TURN_ROWS if max_rows is None else min(TURN_ROWS, max_rows - rows)
-            if name not in waiting or asked == TURN_ROWS:  # a cut turn is not its turn
-                self._turns.rotate(-1)
+            name = self._read_order[0]
+            quota = SHARE_ROWS if max_rows is None else min(SHARE_ROWS, max_rows - rows)
+            # A partial share does not count: the engine stays first.
+            if name not in waiting or quota == SHARE_ROWS:
+                self._read_order.rotate(-1)
             if name not in waiting:
                 continue
             member = self._members[name]
-            records = self._try(member, partial(member.feed.read, limit, asked))
-            if records is None:  # its engine is lost
+            records = self._call(member, partial(member.feed.read, limit, quota))
+            if records is None:  # the engine was dropped
                 waiting.discard(name)
                 continue
             size = sum(max(record.num_rows, 1) for record in records)
             limit, rows = limit - len(records), rows + size
-            found.setdefault(name, []).extend(records)
-            if size < asked:  # it has no more
+            result.setdefault(name, []).extend(records)
+            if size < quota:  # it has no more records
                 waiting.discard(name)
-        return [(name, taken) for name, taken in found.items() if taken]
+        return [(name, taken) for name, taken in result.items() if taken]
 
     def heartbeat(self) -> None:
-        """Say to every engine that the trainer lives."""
+        """Renew the trainer's heartbeat for every engine."""
         for member in list(self._members.values()):
-            self._try(member, member.feed.heartbeat)
+            self._call(member, member.feed.heartbeat)
 
-    def set_collect(self, wanted: Collect) -> None:
-        """Ask every engine, and those that join later."""
-        self._collect = wanted
+    def set_collect(self, mode: Collect) -> None:
+        """Set the requested rows for all engines, including those that join later."""
+        self._collect = mode
         for member in list(self._members.values()):
-            self._try(member, partial(member.feed.set_collect, wanted))
+            self._call(member, partial(member.feed.set_collect, mode))
 
     @property
     def next_version(self) -> int:
-        """Number of the next draft: newer than anything any engine was sent."""
+        """Version of the next draft, greater than all versions sent to any engine."""
         latest = [member.feed.latest_version for member in self._members.values()]
         return max([self._counter, *latest]) + 1
 
@@ -211,13 +212,16 @@ class Feeds:
         meta: dict[str, Any],
         engines: Collection[str] | None = None,
     ) -> int:
-        """Send a draft to all engines, also later ones, or only to some; its number.
+        """Send a draft to all engines, current and future, or to `engines` only.
 
-        Tensors are kept: do not change them.
+        The tensors are referenced until the next publication: do not modify them.
+
+        Returns:
+            The version of the draft.
 
         Raises:
-            TransportError: If no engine could be sent it; then none will be later.
-            ValueError: If a tensor contradicts itself.
+            TransportError: The draft could not be sent to any engine; it is discarded.
+            ValueError: The size or dtype of a tensor is invalid.
         """
         version = self.next_version
         draft = _Draft(version, parent_version, meta, tensors)
@@ -227,9 +231,9 @@ class Feeds:
         for engine_id, member in list(self._members.items()):
             if engines is not None and engine_id not in engines:
                 continue
-            sentence = self._send(member, draft)
-            sent += not sentence
-            failed = sentence or failed
+            error = self._send(member, draft)
+            sent += not error
+            failed = error or failed
         if failed and not sent:
             raise TransportError(failed)
         if engines is None:
@@ -244,51 +248,52 @@ class Feeds:
         *,
         base: int,
     ) -> None:
-        """Send one engine a fast draft over the base that it serves, or the base again.
+        """Send one engine a fast draft for the base it serves, or the base again.
 
-        Its requests count as `base`'s, its steps say nothing of that (`is_fast`);
-        `latest` and engines that join never see a fast draft.
+        Requests served by it are attributed to version `base`, but its steps are not
+        used to measure that version (`is_fast`). `latest` ignores fast drafts, and
+        engines that join do not receive them.
 
         Args:
-            meta: Of the publication; `adaptation` says in `fast` which of both it is.
+            meta: `adaptation["fast"]` is True for a fast draft, False for a base.
 
         Raises:
-            TransportError: It cannot be sent it; nothing is changed.
+            TransportError: The draft cannot be sent; nothing is changed.
         """
         feed = self._members[engine_id].feed
-        known = self._fast.setdefault(engine_id, {})
+        fast = self._fast.setdefault(engine_id, {})
         numbers = self._numbers.setdefault(engine_id, {})
         installed = feed.feedback().installed_version
-        own = self._bases[engine_id] if installed in known else installed
+        own = self._bases[engine_id] if installed in fast else installed
         version = self.next_version
-        told = meta["adaptation"]
-        meta = meta | {"adaptation": told | {"base": own}}
+        adaptation = meta["adaptation"]
+        meta = meta | {"adaptation": adaptation | {"base": own}}
         feed.publish(tensors, version=version, parent_version=own, meta=meta)
         self._counter = version
         self._bases[engine_id] = own
-        known[version], numbers[version] = told["fast"], base
-        for old in list(known)[:-FAST_KEPT]:
-            del known[old], numbers[old]
+        fast[version], numbers[version] = adaptation["fast"], base
+        for old in list(fast)[:-MAX_FAST_VERSIONS]:
+            del fast[old], numbers[old]
 
-    def _adaptation(self, engine_id: str, told: WeightsFeedback, latest: int) -> str:
-        known = self._fast.get(engine_id, {})
-        refused = latest == told.refused_version
-        if latest == told.installed_version or refused and not known.get(latest):
-            return "served" if self.is_fast(engine_id, told.installed_version) else ""
-        if not known.get(latest):
+    def _adaptation(self, engine_id: str, last: WeightsFeedback, latest: int) -> str:
+        fast = self._fast.get(engine_id, {})
+        refused = latest == last.refused_version
+        if latest == last.installed_version or refused and not fast.get(latest):
+            return "served" if self.is_fast(engine_id, last.installed_version) else ""
+        if not fast.get(latest):
             return ""
         return "refused" if refused else "sent"
 
     def versions(self) -> dict[str, EngineVersions]:
-        told: dict[str, EngineVersions] = {}
+        result: dict[str, EngineVersions] = {}
         for engine_id, member in list(self._members.items()):
-            feedback = self._try(member, member.feed.feedback)
+            feedback = self._call(member, member.feed.feedback)
             if feedback is None:
                 continue
             latest, refused = member.feed.latest_version, feedback.refused_version
             if refused in self._fast.get(engine_id, ()):
-                refused = 0  # it is not the base that was refused
-            told[engine_id] = EngineVersions(
+                refused = 0  # the fast draft was refused, not its base
+            result[engine_id] = EngineVersions(
                 published=self.number_of(engine_id, latest),
                 installed=self.number_of(engine_id, feedback.installed_version),
                 refused=self.number_of(engine_id, refused),
@@ -297,43 +302,44 @@ class Feeds:
                 adaptation=self._adaptation(engine_id, feedback, latest),
                 serves_fast=self.is_fast(engine_id, feedback.installed_version),
             )
-        return told
+        return result
 
     def number_of(self, engine_id: str, version: int) -> int:
-        """The trainer's number of a version as an engine's records say it."""
+        """Return the trainer's version for an engine-specific version."""
         return self._numbers.get(engine_id, {}).get(version, version)
 
     def is_fast(self, engine_id: str, version: int) -> bool:
-        """True if what an engine's records call so is a fast draft."""
+        """Return whether an engine-specific version is a fast draft."""
         return self._fast.get(engine_id, {}).get(version, False)
 
     def latest(self) -> Publication | None:
-        """The newest draft that no engine refused: to go on from after a restart.
+        """Return the newest draft that was not refused, to resume from after a restart.
 
-        Engines that have an older one or a fast draft, and those that join later, are
-        sent it.
+        It is sent to engines that have an older or a fast draft, and to those that join
+        later.
         """
         newest: Publication | None = None
         behind: set[str] = set()
         for member in list(self._members.values()):
-            found = self._try(member, member.feed.latest)
-            feedback = self._try(member, member.feed.feedback)
-            if found is None or feedback is None:
+            stored = self._call(member, member.feed.latest)
+            feedback = self._call(member, member.feed.feedback)
+            if stored is None or feedback is None:
                 continue
-            if found.version == feedback.refused_version:
+            if stored.version == feedback.refused_version:
                 continue
-            told = found.meta.get("adaptation", {})
-            if told.get("fast") or "delta" in found.meta:
-                self.found_fast = True
+            adaptation = stored.meta.get("adaptation", {})
+            if adaptation.get("fast") or "delta" in stored.meta:
+                self.has_fast_draft = True
                 behind.add(member.feed.id)
-                # Its steps still say nothing of the base; all since may be fast drafts.
-                own = self._bases[member.feed.id] = int(told.get("base", 0))
-                since = range(max(own, found.version - FAST_KEPT), found.version)
+                # All versions since the base may be fast drafts.
+                own = self._bases[member.feed.id] = int(adaptation.get("base", 0))
+                first = max(own, stored.version - MAX_FAST_VERSIONS)
+                since = range(first, stored.version)
                 self._fast[member.feed.id] = {v + 1: True for v in since}
                 self._numbers[member.feed.id] = {v + 1: own for v in since}
                 continue
-            if newest is None or found.version > newest.version:
-                newest = found
+            if newest is None or stored.version > newest.version:
+                newest = stored
         if newest is not None:
             meta = {k: v for k, v in newest.meta.items() if k != "adaptation"}
             self._draft = _Draft(
@@ -347,23 +353,23 @@ class Feeds:
         return newest
 
     def purge(self, tenant: int | None = None) -> int:
-        """Forget what was fetched ahead of `read`; the records dropped."""
+        """Drop prefetched records; return how many."""
         dropped = 0
         for member in list(self._members.values()):
-            dropped += self._try(member, partial(member.feed.purge, tenant)) or 0
+            dropped += self._call(member, partial(member.feed.purge, tenant)) or 0
         return dropped
 
     def stats(self) -> dict[str, dict[str, int]]:
         return {name: member.feed.stats() for name, member in self._members.items()}
 
     def close(self) -> None:
-        """Let every engine go. Idempotent."""
+        """Detach from every engine. Idempotent."""
         for source in self._sources:
             source.close()
         for member in list(self._members.values()):
             member.feed.close()
         self._members.clear()
-        self._turns.clear()
+        self._read_order.clear()
 
     def _may_join(self, engine_id: str, now: float) -> bool:
         if engine_id in self._members or engine_id in self._barred:
@@ -374,10 +380,10 @@ class Feeds:
         try:
             identity = source.identity(engine_id)
             if self._reference is not None:
-                other = difference(engine_id, identity, *self._reference)
-                if other:  # it will not change while it lives
+                reason = difference(engine_id, identity, *self._reference)
+                if reason:  # permanent: the identity of an engine does not change
                     self._barred.add(engine_id)
-                    raise TransportError(other)
+                    raise TransportError(reason)
             feed = source.open(engine_id)
             if feed is None:
                 self.opening = True
@@ -386,17 +392,17 @@ class Feeds:
                 spec = replace(feed.spec, engine_id="")
                 if spec != (self._spec or spec):
                     raise TransportError(
-                        f"engine {engine_id} sends rows of another shape"
+                        f"engine {engine_id} sends rows of a different shape"
                     )
                 if self._reference is None:
-                    feed.models()  # else no trainer can be made from it
+                    feed.models()  # raises if no trainer can be created from it
             except TransportError:
                 feed.close()
                 raise
         except TransportError as error:
             self._retry_at[engine_id] = time.monotonic() + RETRY_S
             if self.refused.get(engine_id) != str(error):
-                logger.warning("engine %s does not join: %s", engine_id, error)
+                logger.warning("engine %s cannot join: %s", engine_id, error)
             self.refused[engine_id] = str(error)
             return False
         self._reference = self._reference or (engine_id, identity)
@@ -404,21 +410,21 @@ class Feeds:
         self.refused.pop(engine_id, None)
         member = _Member(feed, source)
         self._members[engine_id] = member
-        self._turns.append(engine_id)
+        self._read_order.append(engine_id)
         self.tenant_keys.add(feed.manifest.tenant_key_id)
-        logger.info("engine %s joins: %d now", engine_id, len(self._members))
+        logger.info("engine %s joined: %d now", engine_id, len(self._members))
         if self._collect is not None:
-            self._try(member, partial(feed.set_collect, self._collect))
+            self._call(member, partial(feed.set_collect, self._collect))
         draft = self._draft
-        if draft is not None and self._holds(feed) != draft.version:
+        if draft is not None and self._sent_version(feed) != draft.version:
             self._send(member, draft)
         return engine_id in self._members
 
-    def _holds(self, feed: Feed) -> int:
+    def _sent_version(self, feed: Feed) -> int:
         return self.number_of(feed.id, feed.latest_version)
 
     def _send(self, member: _Member, draft: _Draft) -> str:
-        """Send a draft; the sentence if it failed. The engine stays: it still feeds."""
+        """Send a draft; return the error message, if any. The engine is not dropped."""
         feed = member.feed
         version = draft.version
         if version <= feed.latest_version:
@@ -438,8 +444,8 @@ class Feeds:
             return str(error)
         return ""
 
-    def _try(self, member: _Member, function: Callable[[], _Result]) -> _Result | None:
-        """Call a feed; one that fails is dropped, the others go on."""
+    def _call(self, member: _Member, function: Callable[[], _Result]) -> _Result | None:
+        """Call a method of a feed; drop the engine and return None if it fails."""
         if member.feed.id not in self._members:
             return None
         try:
@@ -448,14 +454,14 @@ class Feeds:
             self._drop(member, str(error))
             return None
 
-    def _drop(self, member: _Member, why: str) -> None:
+    def _drop(self, member: _Member, reason: str) -> None:
         engine_id = member.feed.id
         del self._members[engine_id]
-        self._turns.remove(engine_id)
-        self._left[engine_id] = why
+        self._read_order.remove(engine_id)
+        self._left[engine_id] = reason
         self._retry_at[engine_id] = time.monotonic() + RETRY_S
         logger.warning(
-            "engine %s is dropped: %s; %d left", engine_id, why, len(self._members)
+            "engine %s is dropped: %s; %d left", engine_id, reason, len(self._members)
         )
         member.feed.close()
 
@@ -467,7 +473,7 @@ def open_feeds(
     *,
     reader: str = "trainer",
 ) -> Feeds:
-    """The engines of a run directory, of a spool, or of both; all that fit, or one."""
+    """Create feeds for a run directory, a spool or both, or for one engine in them."""
     sources: list[Source] = []
     if run_dir is not None:
         sources.append(RunDirSource(run_dir, engine_id))

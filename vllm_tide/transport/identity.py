@@ -1,6 +1,6 @@
-"""Whether two engines can be fed by one trainer: same target, same draft, same rows.
+"""Identity of an engine: engines of one trainer need the same target, draft and rows.
 
-Told from files alone and in milliseconds: a target is not hashed whole, but by its
+Computed from files alone, in milliseconds: the hash of a target covers its
 configuration, the layout of its tensors and samples of their bytes.
 """
 
@@ -16,15 +16,15 @@ from safetensors import SafetensorError, safe_open
 from vllm_tide.transport.rendezvous import EngineManifest, read_small
 from vllm_tide.transport.shm import MALFORMED, TransportError
 
-# What tools write into a configuration without changing the model.
+# Configuration keys that do not affect the model.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 16
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_CONFIG_BYTES = 16 << 20
 
-# Part of an identity: what a user would call it, and where it is set.
-_SAYS = {
+# Key of an identity: description of a difference.
+_DIFFERENCES = {
     "target": "serves another target",
     "draft": "serves a draft of another shape or vocabulary",
     "aux_layer_ids": "captures other layers",
@@ -35,10 +35,10 @@ _SAYS = {
 
 
 def identity_of(manifest: EngineManifest) -> dict[str, str]:
-    """Facts that another engine must share with one of this host, part by part.
+    """Return the identity of an engine on this host, by key.
 
     Raises:
-        TransportError: If a directory cannot be read.
+        TransportError: A directory cannot be read.
     """
     topk = f":{manifest.teacher_topk}" if manifest.teacher != "hidden" else ""
     return {
@@ -54,18 +54,18 @@ def identity_of(manifest: EngineManifest) -> dict[str, str]:
 def difference(
     engine_id: str, identity: dict[str, str], other_id: str, other: dict[str, str]
 ) -> str:
-    """One sentence on why an engine cannot join another; empty if it can."""
-    for part, says in _SAYS.items():
+    """Return why an engine cannot share a trainer with another; empty if it can."""
+    for part, description in _DIFFERENCES.items():
         if identity.get(part) != other.get(part):
             return (
-                f"engine {engine_id} {says} than engine {other_id}: give it a trainer "
-                f"of its own (vllm-tide train --engine {engine_id})"
+                f"engine {engine_id} {description} than engine {other_id}: start a "
+                f"separate trainer for it (vllm-tide train --engine {engine_id})"
             )
     return ""
 
 
 def target_fingerprint(folder: Path) -> str:
-    """SHA-256 (hex) of a target: configuration, layout, samples of its bytes."""
+    """Return the SHA-256 (hex) of a target's configuration, layout and byte samples."""
     digest = hashlib.sha256(_config(folder))
     for path in _tensor_files(folder):
         try:
@@ -84,9 +84,10 @@ def target_fingerprint(folder: Path) -> str:
 
 
 def draft_fingerprint(folder: Path) -> str:
-    """SHA-256 (hex) of what a draft's versions have in common, not of its weights.
+    """Return the SHA-256 (hex) of a draft's structure, without its weights.
 
-    Its configuration, its tensors' names, shapes and types, and its vocabulary.
+    It covers the configuration, the tensors' names, shapes and dtypes, and the
+    vocabulary.
     """
     digest = hashlib.sha256(_config(folder))
     for path in _tensor_files(folder):
@@ -100,9 +101,9 @@ def draft_fingerprint(folder: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file by tensor name, and where its data begin.
+    """Return a safetensors header by tensor name, and the offset of the data.
 
-    Each entry has a `dtype` (text), a `shape` and `data_offsets` inside the file.
+    Each entry has a `dtype` (string), a `shape` and `data_offsets` into the data.
     """
     try:
         with open(path, "rb") as file:
@@ -114,12 +115,12 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     except OSError as error:
         raise _unreadable(path, error) from error
     except (SafetensorError, *MALFORMED) as error:
-        raise TransportError(f"{path} is no safetensors file, or cut short") from error
+        raise TransportError(f"{path} is damaged or no safetensors file") from error
     return header, 8 + length
 
 
 def read_tensor(path: Path, entry: dict[str, Any], begin: int) -> bytes:
-    """Bytes of one tensor by its entry and where the data begin, of `read_header`."""
+    """Return the bytes of one tensor; `entry` and `begin` are of `read_header`."""
     first, end = entry["data_offsets"]
     try:
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
-"""Who holds a segment, and whether that process still lives.
+"""Identity and liveness of processes, and the setup of trainer and relay processes.
 
-A process is named by its pid and its start time (a pid alone is reused). Both fit one
-u64, so that a claim is one compare-and-exchange. The pid namespace travels beside it:
-from another container a pid means nothing, and then only heartbeats count.
+A process is identified by pid and start time (a pid alone is reused). Both fit into one
+u64, so a claim is one compare-and-exchange. The pid namespace is stored separately: in
+another container a pid is meaningless, and only heartbeats are evaluated.
 """
 
 from __future__ import annotations
@@ -20,76 +20,74 @@ from types import FrameType
 from typing import NamedTuple
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
-"""A peer whose last heartbeat is older than this (10 s) counts as gone."""
+"""A peer with a last heartbeat older than this (10 s) is considered dead."""
 
-# /proc/<pid>/stat counts the start in ticks of 10 ms: 42 bits last 1,394 years.
+# /proc/<pid>/stat gives the start in ticks of 10 ms: 42 bits are 1,394 years.
 _START_BITS = 42
 _START_MASK = (1 << _START_BITS) - 1
-# Clock readings of two cores may differ by this much without meaning anything.
+# Tolerated difference of clock readings on two cores.
 _CLOCK_SLACK_NS = 10**9
 _BOOT_UNIX = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def steady_unix() -> float:
-    """Unix time (s) that no step of the clock in this process's life has moved."""
+    """Return the Unix time (s), unaffected by clock steps since process start."""
     return _BOOT_UNIX + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None if it is gone or a zombie.
+    """Return a process's start in ticks since boot; None if it is dead or a zombie.
 
     Raises:
-        OSError: It cannot be looked up, as where no descriptor is left.
+        OSError: It cannot be determined, for example without free descriptors.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may itself hold spaces and parentheses.
+            # The name, in parentheses, may contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
     except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return None
 
 
-def refuse_core_dumps() -> None:
-    """Let no core of this process be written: its heap holds what users wrote.
+def disable_core_dumps() -> None:
+    """Disable core dumps of this process: its heap contains user text.
 
-    The soft limit becomes 1 byte. That is less than any core file, and the one value
-    with which Linux starts no crash handler either (`core_pattern` with a pipe), which
-    it does at 0.
+    Set the soft limit to 1 byte, less than any core file. With this value Linux also
+    starts no crash handler (`core_pattern` with a pipe); with 0 it would.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     soft = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
     resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
 
 
-def show_stacks_on_signal() -> None:
-    """SIGUSR1 writes to stderr where each thread of this process is; it goes on."""
-    # The descriptor: what is at sys.stderr may have none.
+def dump_stacks_on_signal() -> None:
+    """Dump the stacks of all threads to stderr on SIGUSR1."""
+    # The descriptor: sys.stderr may be an object without one.
     faulthandler.register(signal.SIGUSR1, file=2)
 
 
-def become_sidecar() -> None:
-    """What trainer and relay do first: no cores, stacks on a signal, killed first."""
-    refuse_core_dumps()
-    show_stacks_on_signal()
-    # The OOM killer would else take the engine, which is larger.
+def prepare_sidecar_process() -> None:
+    """Disable core dumps, register faulthandler and raise oom_score_adj."""
+    disable_core_dumps()
+    dump_stacks_on_signal()
+    # Otherwise the OOM killer selects the engine, which is larger.
     with contextlib.suppress(OSError, ValueError):
-        wanted = Path("/proc/self/oom_score_adj")
-        if int(wanted.read_text()) < 800:
-            wanted.write_text("800")
+        score = Path("/proc/self/oom_score_adj")
+        if int(score.read_text()) < 800:
+            score.write_text("800")
 
 
-def be_nice(increment: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
-    """Raise this process's niceness, and that of its session where it leads one.
+def renice(increment: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
+    """Raise the niceness of this process, and of its session if it is the leader.
 
-    Linux may weigh sessions against each other (`autogroup`): then the niceness of a
-    process counts within its session only. A file that is missing or refuses is no
-    error.
+    With `autogroup` Linux schedules sessions against each other, and the niceness of a
+    process applies within its session only. A missing or read-only file is no error.
     """
     nice = os.nice(increment)
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError), autogroup.open("r+b", buffering=0) as file:
-            # Linux takes one change in 0.1 s, of all sessions together.
+            # Linux accepts one change per 0.1 s, over all sessions.
             for _ in range(20):
                 if file.write(b"%d" % nice) is not None:
                     break
@@ -98,9 +96,9 @@ def be_nice(increment: int, autogroup: Path = Path("/proc/self/autogroup")) -> N
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`; afterwards they do again what they did before.
+    """Call `stop` on SIGTERM and SIGINT, and restore the previous handlers at the end.
 
-    A process that waits for its next engine has no loop to end.
+    For processes that wait for an engine and have no loop to stop.
     """
 
     def handle(_number: int, _frame: FrameType | None) -> None:
@@ -116,7 +114,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def pid_namespace() -> int:
-    """Inode of this process's pid namespace; 0 if the system does not say."""
+    """Return the inode of this process's pid namespace; 0 if it is unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -124,11 +122,11 @@ def pid_namespace() -> int:
 
 
 class Holder(NamedTuple):
-    """A process named in shared memory.
+    """A process as identified in shared memory.
 
     Args:
-        pid: Its process id, in its own namespace.
-        start: Its start time (clock ticks since boot).
+        pid: Process id in its pid namespace.
+        start: Start time (clock ticks since boot).
     """
 
     pid: int
@@ -136,21 +134,21 @@ class Holder(NamedTuple):
     namespace: int
 
     @classmethod
-    def me(cls) -> Holder:
+    def current(cls) -> Holder:
         return cls(os.getpid(), start_time(os.getpid()) or 0, pid_namespace())
 
     @classmethod
-    def from_word(cls, word: int, namespace: int) -> Holder:
-        """The inverse of :attr:`word`."""
-        return cls(word >> _START_BITS, word & _START_MASK, namespace)
+    def from_u64(cls, value: int, namespace: int) -> Holder:
+        """Decode :attr:`as_u64`."""
+        return cls(value >> _START_BITS, value & _START_MASK, namespace)
 
     @property
-    def word(self) -> int:
-        """Pid and start as one u64; 0 is nobody."""
+    def as_u64(self) -> int:
+        """Pid and start time as one u64; 0 means no process."""
         return (self.pid & ((1 << 22) - 1)) << _START_BITS | self.start & _START_MASK
 
     def alive(self) -> bool | None:
-        """True if it lives; None where its pid cannot be looked up from here."""
+        """Return whether the process is alive; None if its pid cannot be checked."""
         if self.namespace != pid_namespace():
             return None
         try:
@@ -160,6 +158,6 @@ class Holder(NamedTuple):
 
 
 def heartbeat_is_fresh(heartbeat_ns: int) -> bool:
-    """True if a CLOCK_MONOTONIC reading (ns) is younger than 10 s."""
+    """Return whether a CLOCK_MONOTONIC reading (ns) is younger than 10 s."""
     age = time.monotonic_ns() - heartbeat_ns
     return -_CLOCK_SLACK_NS <= age < HEARTBEAT_TIMEOUT_NS

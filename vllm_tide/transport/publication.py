@@ -1,12 +1,12 @@
-"""A draft as bytes: one safetensors file with its metadata, and its SHA-256 beside it.
+"""Serialised drafts: one safetensors file with metadata, and its SHA-256.
 
-The weights segment, the spool and who passes drafts on hold the same bytes; only the
-two ends that need tensors read them. The digest is the only check: a writer of this
-user is not hostile, so bytes with the right digest are what was written.
+The weights segment, the spool and the relay store the same bytes; only the trainer and
+the engine decode them. The digest is the only check, because writers of the same user
+are trusted.
 
-Encoding uses the safetensors library. Decoding reads its simple format here, because
-the library wants ``bytes`` and hands out copies: two more passes over the weights
-under the interpreter lock of a serving process. A test holds the two equal.
+Encoding uses the safetensors library. Decoding is implemented here: the library takes
+``bytes`` and returns copies, two more passes over the weights that hold the GIL of a
+serving process. A test compares both decoders.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from vllm_tide.transport.shm import MALFORMED, TransportError, said
+from vllm_tide.transport.shm import MALFORMED, TransportError, sanitize_for_log
 
 FORMAT_VERSION = 2
-"""Of a draft's bytes and of the segment that holds them."""
+"""Format of a serialised draft and of the weights segment."""
 MAX_VERSION = 2**63 - 1
-"""Versions are counted from 1."""
+"""Maximum draft version; versions start at 1."""
 
-_METADATA = "vllm_tide"  # the one key of the file's metadata; its value is JSON
+_METADATA = "vllm_tide"  # the only key of the file's metadata; its value is JSON
 
-# Name as torch says it: (name in a safetensors header, bytes of an element).
+# torch dtype name: (safetensors dtype name, bytes per element).
 _DTYPES = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -47,14 +47,14 @@ _DTYPES = {
 _DTYPE_NAMES = {code: (name, size) for name, (code, size) in _DTYPES.items()}
 
 TensorInput = tuple[str, Sequence[int], Any]
-"""dtype as torch names it, shape, and a C-contiguous buffer of its bytes."""
+"""torch dtype name, shape, and a C-contiguous buffer."""
 
 
-class WeightsRefused(TransportError):  # noqa: N818 - a refusal, not a fault of ours
+class WeightsRefused(TransportError):
     """A publication that must not be installed.
 
     Args:
-        reason: A label for counters: empty, torn, truncated, format, sha256 or stale.
+        reason: Label for counters: empty, torn, truncated, format, sha256 or stale.
     """
 
     def __init__(self, reason: str, sentence: str) -> None:
@@ -64,10 +64,7 @@ class WeightsRefused(TransportError):  # noqa: N818 - a refusal, not a fault of 
 
 
 class TensorBytes(NamedTuple):
-    """One tensor: dtype as torch names it, shape, its bytes (uint8, row-major).
-
-    It is a `TensorInput` too.
-    """
+    """A `TensorInput`: torch dtype name, shape, and bytes (uint8, row-major)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +73,7 @@ class TensorBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Publication:
-    """A draft as the trainer sent it; the bytes are private to the caller."""
+    """A draft as published by the trainer; the tensors are private copies."""
 
     version: int
     parent_version: int
@@ -86,14 +83,14 @@ class Publication:
 
 
 class DraftBlob(NamedTuple):
-    """A draft as it is stored and passed on: private bytes and their SHA-256."""
+    """A serialised draft: private bytes and their SHA-256."""
 
     version: int
     sha256: bytes
-    data: Any  # bytes, or uint8 [n] that nobody else holds
+    data: Any  # bytes or uint8 [n], referenced only here
 
     def verify(self) -> None:
-        """Compare bytes and digest; WeightsRefused (sha256) if they differ."""
+        """Verify the digest; raise WeightsRefused (sha256) if it differs."""
         if hashlib.sha256(self.data).digest() != self.sha256:
             raise WeightsRefused("sha256", f"version {self.version} is damaged")
 
@@ -104,17 +101,17 @@ def encode(
     """Serialise a draft.
 
     Raises:
-        ValueError: If a dtype is unknown, a size is wrong or meta is no JSON.
+        ValueError: A dtype is unknown, a size is wrong or meta is not valid JSON.
     """
     specs: dict[str, Any] = {}
-    buffers: list[np.ndarray] = []  # TensorSpec holds a bare address
+    buffers: list[np.ndarray] = []  # keep them alive: TensorSpec stores only an address
     for name, (dtype, shape, buffer) in tensors.items():
         if dtype not in _DTYPES:
             raise ValueError(f"tensor {name}: dtype {dtype!r} cannot be published")
         data = _as_bytes(buffer)
         if len(data) != math.prod(shape) * _DTYPES[dtype][1]:
             raise ValueError(
-                f"tensor {name}: {len(data)} bytes do not make {dtype} {tuple(shape)}"
+                f"tensor {name}: {len(data)} bytes do not match {dtype} {tuple(shape)}"
             )
         buffers.append(data)
         specs[name] = tensor_spec(dtype, list(shape), data)
@@ -130,10 +127,10 @@ def encode(
 
 
 def decode(blob: DraftBlob) -> Publication:
-    """Verify and read a draft; its tensors are views of the blob.
+    """Verify and decode a draft; its tensors are views of the blob.
 
     Raises:
-        WeightsRefused: sha256 or format.
+        WeightsRefused: With reason sha256 or format.
     """
     blob.verify()
     data = np.frombuffer(blob.data, np.uint8)
@@ -142,10 +139,10 @@ def decode(blob: DraftBlob) -> Publication:
         header = json.loads(data[8:begin].tobytes())
         about = json.loads(header.pop("__metadata__")[_METADATA])
         if (about["format"], about["version"]) != (FORMAT_VERSION, blob.version):
+            actual = f"format {about['format']} and version {about['version']}"
             raise ValueError(
-                f"format {said(about['format'])} and version {said(about['version'])}, "
-                f"not {FORMAT_VERSION} and {blob.version}: run the same vllm_tide on "
-                "both sides"
+                f"{sanitize_for_log(actual)}, not {FORMAT_VERSION} and {blob.version}: "
+                "run the same vllm_tide on both sides"
             )
         return Publication(
             version=blob.version,
@@ -157,9 +154,8 @@ def decode(blob: DraftBlob) -> Publication:
             },
         )
     except MALFORMED as error:
-        raise WeightsRefused(
-            "format", f"version {blob.version} cannot be read: {said(error)}"
-        ) from error
+        reason = f"version {blob.version} cannot be read: {sanitize_for_log(error)}"
+        raise WeightsRefused("format", reason) from error
 
 
 def _tensor(
@@ -169,12 +165,12 @@ def _tensor(
     begin, end = data_offsets
     tensor = TensorBytes(name, tuple(map(int, shape)), data[begin:end])
     if min(tensor.shape, default=0) < 0 or len(tensor.data) != math.prod(shape) * size:
-        raise ValueError("a tensor has the wrong size")
+        raise ValueError("the size of a tensor does not match its shape")
     return tensor
 
 
 def _as_bytes(buffer: Any) -> np.ndarray:
-    """A buffer's bytes as uint8 [n], without a copy where that is possible."""
+    """Return the bytes of a buffer as uint8 [n], without a copy if possible."""
     array = buffer if isinstance(buffer, np.ndarray) else np.asarray(memoryview(buffer))
     if array.size == 0:
         return np.empty(0, np.uint8)
@@ -182,10 +178,10 @@ def _as_bytes(buffer: Any) -> np.ndarray:
 
 
 def tensor_spec(dtype: str, shape: list[int], data: np.ndarray) -> Any:
-    """A tensor as `safetensors.serialize` takes it; holds a bare address of `data`."""
+    """Return a tensor for `safetensors.serialize`; it stores the address of `data`."""
     if hasattr(safetensors, "TensorSpec"):
         return safetensors.TensorSpec(
             dtype=dtype, shape=shape, data_ptr=data.ctypes.data, data_len=data.nbytes
         )
-    # safetensors before 0.8
+    # safetensors < 0.8
     return {"dtype": dtype, "shape": shape, "data": data.tobytes()}

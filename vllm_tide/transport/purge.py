@@ -1,18 +1,19 @@
-"""Purge on request: an operator asks through a file, every keeper answers with one.
+"""Purge requests: an operator writes a file, every data holder answers with a file.
 
-A keeper is a process that holds captured data: a trainer, or the relay to a spool. In
-the run directory (0700), written atomically, mode 0600::
+A data holder is a process with captured data: a trainer, or the relay to a spool. Files
+in the run directory (0700), written atomically, mode 0600::
 
     purge-<id>.json            {"tenant": hex or null, "asked_unix_s": s}
-    purged-<id>-<keeper>.json  {"kind", "pid", "start", "namespace", "counts": {...}}
+    purged-<id>-<holder>.json  {"kind", "pid", "start", "namespace", "counts": {...}}
     relay-<engine>-<pid>.json  {"pid", "start", "namespace", "updated_unix"}
     trainer-<engine>.json      the same and more (`TrainerStatus`)
 
-A trainer is named in the `lasting_folder` as well, trainer-<pid>-<start>-<namespace>.
+A trainer also has a file trainer-<pid>-<start>-<namespace> in the `durable_folder`.
 
-A request names a tenant by id, never by name. It stays until the one who asked has all
-answers; one that nobody waits for any more serves the next keeper that starts, whose
-engine's ring may still hold older rows. The draft itself keeps what it has learnt.
+A request contains the id of a tenant, never the name. It is removed when the operator's
+command has all answers. If the command exits earlier, the request also applies to data
+holders that start later, as the ring of their engine may contain older rows. The
+weights of the draft are not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, Literal
 
 from vllm_tide.transport.process import Holder
 from vllm_tide.transport.rendezvous import (
-    lasting_folder,
+    durable_folder,
     make_private,
     prepare_run_dir,
     read_manifests,
@@ -46,25 +47,25 @@ from vllm_tide.transport.shm import MALFORMED, TransportError
 logger = logging.getLogger("vllm_tide.purge")
 
 MAX_AGE_S = 30 * 86400.0
-"""A request that nobody took back is removed at this age (s), once it is answered."""
+"""Age (s) at which a request is removed after it was answered."""
 
 FRESH_S = 60.0
-"""A keeper in another pid namespace counts as gone when its file is older (s)."""
+"""Maximum age (s) of the file of a live data holder in another pid namespace."""
 
 ANNOUNCE_S = 10.0
-"""How often a relay says that it lives (s)."""
+"""Interval between heartbeats of a relay (s)."""
 
-KeeperKind = Literal["trainer", "relay"]
+DataHolderKind = Literal["trainer", "relay"]
 
-# It becomes part of a pattern of file names.
+# Part of a glob pattern.
 _ID = re.compile(r"[0-9A-Za-z]{1,64}")
-# What reading the JSON of another process can raise, whatever it says.
+# Exceptions that reading arbitrary JSON of another process can raise.
 _UNREADABLE = (OSError, *MALFORMED)
 
 
 @dataclass(frozen=True, order=True)
-class Keeper:
-    """A process that holds captured data."""
+class DataHolder:
+    """A process with captured data."""
 
     kind: str
     pid: int
@@ -72,8 +73,8 @@ class Keeper:
     namespace: int = 0
 
     @property
-    def holder(self) -> Holder:
-        """The process, as segments name it."""
+    def process(self) -> Holder:
+        """The process as identified in segments."""
         return Holder(self.pid, self.start, self.namespace)
 
     def __str__(self) -> str:
@@ -82,11 +83,11 @@ class Keeper:
 
 @dataclass(frozen=True)
 class PurgeRequest:
-    """One request.
+    """A purge request.
 
     Args:
-        tenant: Id of the tenant whose data go; None is everybody's.
-        asked_unix_s: When it was made (s).
+        tenant: Id of the tenant to purge; None purges all data.
+        asked_unix_s: Unix time of the request (s).
     """
 
     id: str
@@ -95,39 +96,40 @@ class PurgeRequest:
 
 
 class PurgeInbox:
-    """A keeper's end."""
+    """The data holder's side: reads requests and writes answers."""
 
-    def __init__(self, run_dir: Path, kind: KeeperKind = "trainer") -> None:
+    def __init__(self, run_dir: Path, kind: DataHolderKind = "trainer") -> None:
         self._run_dir, self._kind = run_dir, kind
         self._name = secrets.token_hex(8)
         self._seen: set[str] = set()
 
     def pending(self) -> list[PurgeRequest]:
-        """Requests not answered by this keeper, oldest first (one directory scan)."""
-        found = []
+        """Return unanswered requests, oldest first (one directory scan)."""
+        requests = []
         for path in sorted(self._run_dir.glob("purge-*.json")):
             name = path.stem.removeprefix("purge-")
             if name in self._seen:
                 continue
             request = _read(path, name)
             if request is None:
-                if path.exists():  # else it was just taken back
+                if path.exists():  # otherwise it was just withdrawn
                     self._seen.add(name)
-                    logger.warning("%s is no purge request: ask again", path)
+                    logger.warning("%s is not a valid purge request: retry", path)
             else:
-                found.append(request)
-        return sorted(found, key=lambda request: request.asked_unix_s)
+                requests.append(request)
+        return sorted(requests, key=lambda request: request.asked_unix_s)
 
     def done(self, request: PurgeRequest, counts: Mapping[str, int]) -> None:
-        """Answer: nothing that was captured before this call is held any more.
+        """Confirm that all matching data captured before this call were deleted.
 
-        To be true, the ring has to be drained before the buffers are purged.
+        The caller must drain the ring before it purges its buffers.
         """
         self._seen.add(request.id)
         if time.time() - request.asked_unix_s > MAX_AGE_S:
             withdraw(self._run_dir, request)
             return
-        answer = {"kind": self._kind, **Holder.me()._asdict(), "counts": dict(counts)}
+        answer: dict[str, Any] = {"kind": self._kind, **Holder.current()._asdict()}
+        answer["counts"] = dict(counts)
         path = self._run_dir / f"purged-{request.id}-{self._name}.json"
         _write(path, answer, "answer a purge in")
 
@@ -136,10 +138,10 @@ def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
     """Request a purge.
 
     Args:
-        tenant: Id (`tenant.tenant_id`); None is everybody.
+        tenant: Id (`tenant.tenant_id`); None purges all data.
 
     Raises:
-        TransportError: If the directory cannot be written.
+        TransportError: The directory cannot be written.
     """
     request = PurgeRequest(secrets.token_hex(8), tenant, time.time())
     content = {
@@ -154,14 +156,14 @@ def ask(run_dir: Path, tenant: int | None) -> PurgeRequest:
     return request
 
 
-def answers(run_dir: Path, request: PurgeRequest) -> dict[Keeper, dict[str, int]]:
-    found = {}
+def answers(run_dir: Path, request: PurgeRequest) -> dict[DataHolder, dict[str, int]]:
+    result = {}
     for path in run_dir.glob(f"purged-{request.id}-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
             counts = {str(k): int(v) for k, v in value["counts"].items()}
-            found[_keeper(str(value["kind"]), value)] = counts
-    return found
+            result[_data_holder(str(value["kind"]), value)] = counts
+    return result
 
 
 def withdraw(run_dir: Path, request: PurgeRequest) -> None:
@@ -172,91 +174,91 @@ def withdraw(run_dir: Path, request: PurgeRequest) -> None:
 
 
 def announce_relay(run_dir: Path, engine_id: str) -> None:
-    """Say that this process relays, or is about to: a purge waits for its answer.
+    """Announce this process as a relay: a purge waits for its answer.
 
-    A run directory that cannot be written is only logged.
+    If the run directory cannot be written, this is only logged.
     """
-    content = {**Holder.me()._asdict(), "updated_unix": time.time()}
+    content = {**Holder.current()._asdict(), "updated_unix": time.time()}
     _write(_relay_file(run_dir, engine_id), content, "write")
 
 
 def retract_relay(run_dir: Path, engine_id: str) -> None:
-    """Take :func:`announce_relay` back."""
+    """Undo :func:`announce_relay`."""
     with contextlib.suppress(OSError):
         _relay_file(run_dir, engine_id).unlink()
 
 
 def announce_trainer(folders: Iterable[Path]) -> list[Path]:
-    """Name this process where the end of the run directory does not reach.
+    """Announce this process in folders that outlive the run directory.
 
     Args:
-        folders: Of `lasting_folder`. One that cannot be written is only logged; what
-            dead trainers left there is removed.
+        folders: Results of `durable_folder`. Files of dead trainers in them are
+            removed. If one cannot be written, this is only logged.
 
     Returns:
-        The files, to be removed at the end.
+        The files, to be removed when this process exits.
     """
-    name = "trainer-{}-{}-{}".format(*Holder.me())
+    name = "trainer-{}-{}-{}".format(*Holder.current())
     paths = []
     for folder in folders:
         with contextlib.suppress(OSError):
             make_private(folder)
             remove_abandoned(folder)
-            for path, left in _announced(folder):
-                if left.holder.alive() is False:
+            for path, trainer in _announced(folder):
+                if trainer.process.alive() is False:
                     path.unlink()
         paths.append(folder / name)
         _write(paths[-1], {}, "write")
     return paths
 
 
-def _announced(folder: Path) -> Iterator[tuple[Path, Keeper]]:
+def _announced(folder: Path) -> Iterator[tuple[Path, DataHolder]]:
     for path in folder.glob("trainer-*"):
         with contextlib.suppress(ValueError):
             pid, start, namespace = map(int, path.name.split("-")[1:])
-            yield path, Keeper("trainer", pid, start, namespace)
+            yield path, DataHolder("trainer", pid, start, namespace)
 
 
-def live_keepers(run_dir: Path, *state_dirs: str | None) -> set[Keeper]:
-    """Live trainers and relays, by their files and by the rings that they read.
+def live_data_holders(run_dir: Path, *state_dirs: str | None) -> set[DataHolder]:
+    """Return live trainers and relays, by their files and by the rings that they read.
 
-    What a relay left that was killed is removed.
+    Files of dead relays are removed.
 
     Args:
-        state_dirs: `tide.train.state_dir` of the engines; None: the user's.
+        state_dirs: `tide.train.state_dir` of the engines; None is the user's default.
 
     Raises:
-        TransportError: If the run directory is another user's.
+        TransportError: The run directory belongs to another user.
     """
-    found = set(live_trainers(run_dir))
+    result = set(live_trainers(run_dir))
     for each in state_dirs:
-        announced = _announced(lasting_folder(run_dir, each))
-        found |= {keeper for _, keeper in announced if keeper.holder.alive()}
+        announced = _announced(durable_folder(run_dir, each))
+        result |= {trainer for _, trainer in announced if trainer.process.alive()}
     for path in run_dir.glob("relay-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             value = json.loads(read_small(path))
-            keeper = _keeper("relay", value)
-            alive = _alive(keeper, value)
+            relay = _data_holder("relay", value)
+            alive = _alive(relay, value)
             if alive:
-                found.add(keeper)
+                result.add(relay)
             elif alive is False:
                 path.unlink()
-    # One that starts has no file yet, and files vanish with the run directory.
-    processes = {(keeper.pid, keeper.start) for keeper in found}
+    # Readers of rings without a file: starting, or the run directory was removed.
+    processes = {(each.pid, each.start) for each in result}
     for manifest in read_manifests(run_dir):
         reader = ring_consumer(manifest.ring)
         if reader is not None and (reader.pid, reader.start) not in processes:
             spool = manifest.tide.get("spool")
             spooled = isinstance(spool, dict) and spool.get("url")
-            found.add(Keeper("relay" if spooled else "trainer", *reader))
-    return found
+            result.add(DataHolder("relay" if spooled else "trainer", *reader))
+    return result
 
 
 def unread_engines(run_dir: Path) -> list[str]:
-    """Live engines with rows in a ring that nobody reads: the next reader gets them.
+    """Return live engines with rows in a ring without reader; a later one reads them.
 
     Raises:
-        TransportError: If the run directory is another user's.
+        TransportError: The run directory belongs to another user.
     """
     return [
         manifest.engine_id
@@ -267,35 +269,35 @@ def unread_engines(run_dir: Path) -> list[str]:
     ]
 
 
-def live_trainers(run_dir: Path) -> dict[Keeper, set[str]]:
-    """`TrainerStatus.tenant_keys` of live trainers."""
-    found = {}
+def live_trainers(run_dir: Path) -> dict[DataHolder, set[str]]:
+    """Return `TrainerStatus.tenant_keys` of each live trainer."""
+    result = {}
     for path in run_dir.glob("trainer-*.json"):
         with contextlib.suppress(*_UNREADABLE):
             status = json.loads(read_small(path))
-            keeper, state = _keeper("trainer", status), status["state"]
-            # A stopped one's rows go with its process; one that outlived its engine
-            # has let them go.
+            trainer, state = _data_holder("trainer", status), status["state"]
+            # A stopped trainer has rows until its process exits; one without an engine
+            # has released them.
             gone = state == "engine_gone" or (
-                state == "stopped" and not keeper.holder.alive()
+                state == "stopped" and not trainer.process.alive()
             )
-            if not gone and _alive(keeper, status):
-                found[keeper] = set(map(str, status.get("tenant_keys", ())))
-    return found
+            if not gone and _alive(trainer, status):
+                result[trainer] = set(map(str, status.get("tenant_keys", ())))
+    return result
 
 
-def _keeper(kind: str, value: Mapping[str, Any]) -> Keeper:
-    # Versions before this one wrote the pid alone.
+def _data_holder(kind: str, value: Mapping[str, Any]) -> DataHolder:
+    # Older versions wrote only the pid.
     start, namespace = (int(value.get(name, 0)) for name in ("start", "namespace"))
-    return Keeper(kind, int(value["pid"]), start, namespace)
+    return DataHolder(kind, int(value["pid"]), start, namespace)
 
 
-def _alive(keeper: Keeper, value: Mapping[str, Any]) -> bool | None:
-    """True if it lives, by its pid, which also one that hangs has.
+def _alive(member: DataHolder, value: Mapping[str, Any]) -> bool | None:
+    """Return whether a data holder is alive, by its pid; it may hang.
 
-    Where that cannot be looked up its age counts; None if it is too old.
+    If the pid cannot be checked, the age of the file decides; None if it is too old.
     """
-    alive = keeper.holder.alive()
+    alive = member.process.alive()
     if alive is None and time.time() - float(value["updated_unix"]) < FRESH_S:
         return True
     return alive
@@ -319,7 +321,7 @@ def _read(path: Path, name: str) -> PurgeRequest | None:
         asked = float(value["asked_unix_s"])
     except _UNREADABLE:
         return None
-    sound = math.isfinite(asked) and 0 <= (tenant or 0) < 2**64
-    if not sound or not _ID.fullmatch(name):
+    valid = math.isfinite(asked) and 0 <= (tenant or 0) < 2**64
+    if not valid or not _ID.fullmatch(name):
         return None
     return PurgeRequest(name, tenant, asked)

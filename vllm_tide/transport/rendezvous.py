@@ -1,11 +1,8 @@
-"""The run directory: where an engine says what it made and a trainer finds it.
+"""The run directory: engines announce their segments, trainers discover them.
 
-One JSON file per engine, ``engine-<engine_id>.json``, mode 0600 in a directory of mode
-0700, replaced atomically. A file or segment whose owner is dead is reclaimed by the
-next process that starts.
-
-Here are also the one reader and the one writer of small files that all of vllm_tide
-shares.
+It contains a JSON file per engine, ``engine-<engine_id>.json``, replaced atomically,
+mode 0600 in a directory of mode 0700. The next process to start removes files and
+segments of dead ones. This module also reads and writes small files for all modules.
 """
 
 from __future__ import annotations
@@ -33,83 +30,83 @@ from vllm_tide.transport.shm import (
     NAME_PREFIX,
     SHM_DIR,
     TransportError,
-    orphaned,
+    is_orphaned,
     unlink_if_orphaned,
 )
 
 RUN_DIR_VARIABLE = "TIDE_RUN_DIR"
 SPOOL_VARIABLE = "TIDE_SPOOL_URL"
-"""`tide.spool.url` for a relay: a manifest holds no credentials."""
+"""`tide.spool.url` for a relay: a manifest contains no credentials."""
 
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX, _SUFFIX = "engine-", ".json"
 _OF_ENGINE = re.compile(
     r"(?:trainer|events|relay)-([0-9a-f]{16})(?:-\d+)?\.(?:jsonl?|new|log|log\.1)"
 )
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 MAX_BYTES = 1 << 20
-"""The most that a file of a run directory may hold (bytes)."""
-_TEMPORARY = (".tide-", ".tmp")  # how a file begins and ends that is being written
-ABANDONED_S = 3600.0  # age at which nobody writes it any more
-KEPT = 4  # dead engines whose logs, events and status stay
+"""Maximum size of a file in a run directory (bytes)."""
+_TEMPORARY = (".tide-", ".tmp")  # prefix and suffix of a file that is being written
+ABANDONED_S = 3600.0  # age at which it is considered abandoned
+MAX_DEAD_ENGINES = 4  # dead engines with retained logs, events and status
 
 
 @dataclass
 class EngineManifest:
-    """Facts about a live engine that a trainer needs."""
+    """Properties of a live engine that a trainer needs."""
 
     engine_id: str  # letters, digits, dot, dash, underscore
-    pid: int  # of the worker that owns the segments
+    pid: int  # of the worker that created the segments
     pid_start: int  # clock ticks since boot
     ring: str  # names of its segments
     weights: str
-    target_path: str  # directories of the target and of the draft it started with
+    target_path: str  # directories of the target and of the initial draft
     draft_path: str
-    target_dtype: str  # as torch names it
-    hidden_size: int  # width of a hidden state
+    target_dtype: str  # torch dtype name
+    hidden_size: int  # of the target
     vocab_size: int  # the target's
     draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]  # layers whose input is captured
+    aux_layer_ids: tuple[int, ...]  # layers with captured inputs
     teacher: str  # "hidden" or "topk"
     teacher_topk: int
     feature_dtype: str
     num_speculative_tokens: int  # the largest draft length
-    tide: dict[str, Any]  # the section of the engine's configuration
+    tide: dict[str, Any]  # the `tide` section of the engine's configuration
     created_unix: float  # s
-    # Draft tensors that are the target's own modules: neither trained nor published.
+    # Draft tensors shared with the target: neither trained nor published.
     shared: list[str] = field(default_factory=list)
-    pid_namespace: int = field(default_factory=pid_namespace)  # inode of that of `pid`
-    model_name: str = ""  # served under; empty if it does not say
-    draft_sample_method: str = "greedy"  # vLLM's: how drafted tokens are drawn
-    tenant_key_id: str = ""  # of the key that its tenants' ids follow from
-    gpu_uuid: str = ""  # of the GPU that it serves on
+    pid_namespace: int = field(default_factory=pid_namespace)  # its inode
+    model_name: str = ""  # served model name; empty if unknown
+    draft_sample_method: str = "greedy"  # vLLM's: how draft tokens are sampled
+    tenant_key_id: str = ""  # of the key of its tenant ids
+    gpu_uuid: str = ""  # of the GPU that serves
 
     def owner_alive(self) -> bool | None:
-        """True if the engine lives; None where its pid cannot be looked up.
+        """Return whether the engine is alive; None if its pid cannot be checked.
 
-        A segment of it whose lock is free tells that also in another pid namespace.
+        An unlocked segment proves its death also from another pid namespace.
         """
-        if orphaned(self.ring) or orphaned(self.weights):
+        if is_orphaned(self.ring) or is_orphaned(self.weights):
             return False
         return Holder(self.pid, self.pid_start, self.pid_namespace).alive()
 
 
-class NobodyThere(TransportError):
-    """No engine or no trainer runs in a run directory."""
+class NotRunningError(TransportError):
+    """No engine or trainer is running in the run directory."""
 
-    exit_status = 1  # of a command: an answer, not a mistake
+    exit_status = 1  # of a command; a usage error has another status
 
 
 def default_run_dir() -> Path:
-    """Return `$TIDE_RUN_DIR`, else a directory of the user.
+    """Return `$TIDE_RUN_DIR`, or the user's default directory.
 
     Raises:
-        TransportError: `$TIDE_RUN_DIR` is relative: each process has another folder.
+        TransportError: `$TIDE_RUN_DIR` is relative, and so depends on the process.
     """
     if chosen := os.environ.get(RUN_DIR_VARIABLE):
         if not os.path.isabs(chosen):
-            said = f"{RUN_DIR_VARIABLE}: {chosen!r} is relative; give an absolute path"
-            raise TransportError(said)
+            reason = f"{RUN_DIR_VARIABLE}: {chosen!r} is relative; use an absolute path"
+            raise TransportError(reason)
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "vllm_tide"
@@ -117,11 +114,11 @@ def default_run_dir() -> Path:
 
 
 def prepare_run_dir(run_dir: Path) -> Path:
-    """Create the run directory, or check that it is ours and private.
+    """Create the run directory, or check that it is private to this user.
 
     Raises:
-        TransportError: If it is a link, another user's, open to others, or cannot be
-            made. Its mode is left: what else lies in it may be other people's.
+        TransportError: It is a link, of another user, accessible to others, or cannot
+            be created. The mode is not changed, as other files may depend on it.
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -133,8 +130,8 @@ def prepare_run_dir(run_dir: Path) -> Path:
             )
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
             raise TransportError(
-                f"run directory {run_dir} has mode {mode:o} and would show users' text "
-                f"to others: set {RUN_DIR_VARIABLE} to a directory of its own, or, if "
+                f"run directory {run_dir} has mode {mode:o} and would expose user text "
+                f"to others: set {RUN_DIR_VARIABLE} to a dedicated directory, or, if "
                 f"it is one, chmod 700 {run_dir}"
             )
     except OSError as error:
@@ -146,10 +143,10 @@ def prepare_run_dir(run_dir: Path) -> Path:
 
 
 def require_readable(run_dir: Path) -> None:
-    """See that a command can read what is in a run directory, if there is one.
+    """Check that a run directory is readable if it exists.
 
     Raises:
-        TransportError: It is not this user's, or not readable.
+        TransportError: It is not readable, or of another user.
     """
     try:
         with os.scandir(run_dir):
@@ -163,37 +160,37 @@ def require_readable(run_dir: Path) -> None:
         ) from None
 
 
-def require_room(run_dir: Path) -> None:
-    """See that a start can write there all it has to.
+def require_space(run_dir: Path) -> None:
+    """Check that the run directory has space for the files of a start.
 
     Raises:
-        TransportError: It cannot; `is_full` tells of a full one.
+        TransportError: It cannot be written; see `is_full`.
     """
     path = prepare_run_dir(run_dir) / ".room"
     try:
         path.write_bytes(bytes(64 << 10))
     except OSError as error:
-        said = f"no room in run directory {run_dir}: {error.strerror}"
-        raise TransportError(said) from error
+        message = f"no space in run directory {run_dir}: {error.strerror}"
+        raise TransportError(message) from error
     finally:
         path.unlink(missing_ok=True)
 
 
 def is_full(error: TransportError) -> bool:
-    """Return whether a run directory had no room left."""
-    return getattr(error.__cause__, "errno", None) in NO_ROOM
+    """Return whether an error of `require_space` means a full disk or quota."""
+    return getattr(error.__cause__, "errno", None) in NO_SPACE_ERRORS
 
 
 def write_private(path: Path, *parts: bytes | str, durable: bool = False) -> None:
-    """Make or replace a file, mode 0600: a crash leaves all of it or nothing.
+    """Create or replace a file atomically, mode 0600.
 
     Args:
-        durable: It is on disk when this returns, the name too where the system can.
+        durable: Sync the file to disk, and its name if the file system supports it.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: The file cannot be written.
     """
-    with _written_beside(path, parts, durable) as temporary:
+    with _temporary_file(path, parts, durable) as temporary:
         os.replace(temporary, path)
     if durable:
         try:
@@ -204,22 +201,22 @@ def write_private(path: Path, *parts: bytes | str, durable: bool = False) -> Non
 
 
 def write_once(path: Path, data: bytes) -> None:
-    """Makes a file, mode 0600; of two that start at once, the first one's stays."""
+    """Create a file, mode 0600, unless it exists, also with concurrent calls."""
     with (
-        _written_beside(path, [data], False) as temporary,
+        _temporary_file(path, [data], False) as temporary,
         contextlib.suppress(FileExistsError),
     ):
-        os.link(temporary, path)  # not renamed: that would replace it
+        os.link(temporary, path)  # a rename would replace an existing file
 
 
 @contextlib.contextmanager
-def _written_beside(
+def _temporary_file(
     path: Path, parts: Iterable[bytes | str], durable: bool
 ) -> Iterator[str]:
-    """A new file beside a path that lasts as long as this, unless it is renamed."""
-    # mkstemp makes it 0600, whatever the umask.
-    begin, end = _TEMPORARY
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=end)
+    """Write a temporary file in the directory of `path`; remove it if not renamed."""
+    # mkstemp sets mode 0600 independently of the umask.
+    prefix, suffix = _TEMPORARY
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:
         with os.fdopen(fd, "wb") as file:
             for part in parts:
@@ -233,17 +230,17 @@ def _written_beside(
 
 
 def is_temporary(name: str) -> bool:
-    """True for a file that a killed writer of ours left half written."""
-    begin, end = _TEMPORARY
-    return name.startswith(begin) and name.endswith(end)
+    """Return whether a name is that of a temporary file of `write_private`."""
+    prefix, suffix = _TEMPORARY
+    return name.startswith(prefix) and name.endswith(suffix)
 
 
 def remove_abandoned(folder: Path) -> list[str]:
-    """Remove files of a folder that killed writers of ours left, once they are old."""
-    begin, end = _TEMPORARY
+    """Remove old temporary files that killed writers left in a folder."""
+    prefix, suffix = _TEMPORARY
     removed = []
-    with contextlib.suppress(OSError):  # the next start tries again
-        for path in folder.glob(f"{begin}*{end}"):
+    with contextlib.suppress(OSError):  # the next start retries
+        for path in folder.glob(f"{prefix}*{suffix}"):
             status = path.lstat()
             ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
             if ours and time.time() - status.st_mtime > ABANDONED_S:
@@ -253,7 +250,7 @@ def remove_abandoned(folder: Path) -> list[str]:
 
 
 def sync_directory(path: Path) -> None:
-    """Returns once the names in a directory are on disk."""
+    """Sync the names in a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -262,16 +259,16 @@ def sync_directory(path: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a directory and what is missing above it, each of mode 0700."""
+    """Create a directory and its missing parents, each of mode 0700."""
     for level in reversed((folder, *folder.parents)):
         level.mkdir(mode=0o700, exist_ok=True)
 
 
 def state_folder(run_dir: Path, state_dir: str | None) -> Path:
-    """Return the folder of what outlives the run directory.
+    """Return the folder for files that outlive the run directory.
 
-    It is `tide.train.state_dir`, else the user's, else (a user without a home) in the
-    run directory.
+    It is `tide.train.state_dir`, or the user's state directory, or for a user without
+    a home a folder in the run directory.
     """
     if state_dir:
         return Path(state_dir).expanduser()
@@ -279,52 +276,52 @@ def state_folder(run_dir: Path, state_dir: str | None) -> Path:
     return Path(home if os.path.isabs(home) else run_dir, "vllm_tide")
 
 
-def lasting_folder(run_dir: Path, state_dir: str | None) -> Path:
-    """Return the folder of what is a run directory's, by its path, and outlives it."""
+def durable_folder(run_dir: Path, state_dir: str | None) -> Path:
+    """Return the persistent folder that belongs to a run directory, by its path."""
     path = os.fsencode(os.path.realpath(run_dir))
     name = f"run-{hashlib.blake2b(path, digest_size=8).hexdigest()}"
     return state_folder(run_dir, state_dir) / name
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file to read; OSError also for a pipe, which would be waited for."""
+    """Open a regular file to read; raise OSError for others, e.g. a blocking FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(fd, "rb")
 
 
-def read_small(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a plain file; OSError also if there are more than `most`."""
+def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the bytes of a regular file; raise OSError if it is too large."""
     with open_plain(path) as file:
-        # Its size, since `most` would be allocated.
-        data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+        # Pass the actual size: read() allocates what is requested.
+        data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
     return data
 
 
-def plain(value: Any) -> Any:
-    """`value` in Python's own types and vLLM's range: others would hang its encoder."""
+def to_builtins(value: Any) -> Any:
+    """Convert to builtin types and 64-bit integers: others hang vLLM's encoder."""
     if isinstance(value, Mapping):
-        return {plain(key): plain(entry) for key, entry in value.items()}
+        return {to_builtins(key): to_builtins(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(entry) for entry in value]
+        return [to_builtins(entry) for entry in value]
     if value is None or isinstance(value, bool):
         return value
-    if hasattr(value, "tolist"):  # NumPy's numbers and arrays, tensors
-        return plain(value.tolist())
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays, tensors
+        return to_builtins(value.tolist())
     if isinstance(value, int):
         return min(max(int(value), -(2**63)), 2**64 - 1)
     return float(value) if isinstance(value, float) else str(value)
 
 
 def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:
-    """Announce an engine; the file's path.
+    """Write an engine's manifest; return its path.
 
     Raises:
-        TransportError: If the id is unfit for a file name or the file not writable.
+        TransportError: The id is not a valid file name or the file not writable.
     """
     path = _path(prepare_run_dir(run_dir), manifest.engine_id)
     try:
@@ -335,17 +332,17 @@ def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:
 
 
 def read_manifests(run_dir: Path) -> list[EngineManifest]:
-    """Manifests of live engines, oldest first; unreadable files are passed over.
+    """Return manifests of live engines, oldest first; skip unreadable files.
 
     Raises:
-        TransportError: If the run directory is another user's.
+        TransportError: The run directory belongs to another user.
     """
-    found = [
+    manifests = [
         manifest
         for path in _manifest_paths(run_dir)
         if (manifest := _read(path)) is not None and manifest.owner_alive() is not False
     ]
-    return sorted(found, key=lambda manifest: manifest.created_unix)
+    return sorted(manifests, key=lambda manifest: manifest.created_unix)
 
 
 def state_dirs(run_dir: Path) -> list[str | None]:
@@ -354,61 +351,61 @@ def state_dirs(run_dir: Path) -> list[str | None]:
     Raises:
         TransportError: If the run directory is another user's.
     """
-    found: dict[str | None, None] = {}
+    result: dict[str | None, None] = {}
     for manifest in read_manifests(run_dir):
         section = manifest.tide.get("train")
         given = section.get("state_dir") if isinstance(section, dict) else None
-        found[given if isinstance(given, str) else None] = None
-    return list(found)
+        result[given if isinstance(given, str) else None] = None
+    return list(result)
 
 
 def newest_engine(
     run_dir: Path, engine_id: str | None, hint: str = ""
 ) -> EngineManifest | None:
-    """The engine of this id, or the one announced last; None if there is none.
+    """Return the engine of this id, or the newest; None if there is none.
 
     Raises:
-        NobodyThere: There is none, and a hint.
+        NotRunningError: There is none, and `hint` is not empty.
     """
-    found = [m for m in read_manifests(run_dir) if engine_id in (None, m.engine_id)]
-    if not found and hint:
+    matches = [m for m in read_manifests(run_dir) if engine_id in (None, m.engine_id)]
+    if not matches and hint:
         which = f"engine {engine_id!r}" if engine_id else "engine"
-        raise NobodyThere(f"no live {which} in {run_dir}: {hint}")
-    return found[-1] if found else None
+        raise NotRunningError(f"no live {which} in {run_dir}: {hint}")
+    return matches[-1] if matches else None
 
 
 def inspect_manifests(run_dir: Path) -> list[tuple[Path, EngineManifest | None]]:
-    """Every manifest file, those of dead engines too; None for an unreadable one.
+    """Return all manifest files, also of dead engines; None for an unreadable one.
 
-    Changes nothing, and asks nothing of the directory: for tools that look on.
+    For monitoring tools: it changes nothing and does not check the directory.
     """
     paths = sorted(run_dir.glob(f"{_PREFIX}*{_SUFFIX}"))
     return [(path, _read(path)) for path in paths]
 
 
 def remove_manifest(run_dir: Path, engine_id: str) -> None:
-    """Take an engine's manifest back; fine if it is gone already."""
+    """Remove an engine's manifest if it exists."""
     with contextlib.suppress(OSError):
         _path(run_dir, engine_id).unlink()
 
 
 def group_of(manifest: EngineManifest) -> str:
-    """Same for engines that one trainer serves: their target, draft, tide section."""
-    facts = [manifest.target_path, manifest.draft_path, manifest.tide]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    """Return a hash of target, draft and tide section; one trainer serves a group."""
+    key = [manifest.target_path, manifest.draft_path, manifest.tide]
+    return hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
 
 
 def reclaim_orphans(run_dir: Path) -> list[str]:
-    """Remove what dead engines of this user left: manifests, segments, old files.
+    """Remove manifests, segments and old files of dead engines of this user.
 
     Raises:
-        TransportError: If the run directory is another user's.
+        TransportError: The run directory belongs to another user.
     """
     removed: list[str] = []
     live = set()
     for path in _manifest_paths(run_dir):
         manifest = _read(path)
-        if manifest is None:  # it may be a live engine's
+        if manifest is None:  # may belong to a live engine
             live.add(path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX))
         elif manifest.owner_alive() is False:
             with contextlib.suppress(OSError):
@@ -417,7 +414,7 @@ def reclaim_orphans(run_dir: Path) -> list[str]:
         else:
             live.add(manifest.engine_id)
     removed += _remove_old_files(run_dir, live) + remove_abandoned(run_dir)
-    # Every segment names its owner, so a manifest's segments are found here as well.
+    # The header of a segment names its owner: this includes segments of manifests.
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(SHM_DIR)):
             if name.startswith(NAME_PREFIX) and unlink_if_orphaned(name):
@@ -426,16 +423,16 @@ def reclaim_orphans(run_dir: Path) -> list[str]:
 
 
 def _remove_old_files(run_dir: Path, live: set[str]) -> list[str]:
-    """Logs, events, status of dead engines, but of the `KEPT` that wrote last."""
-    wrote: dict[str, list[tuple[float, Path]]] = {}
+    """Remove files of dead engines except the `MAX_DEAD_ENGINES` most recent ones."""
+    files: dict[str, list[tuple[float, Path]]] = {}
     for path in run_dir.glob("*"):
-        named = _OF_ENGINE.fullmatch(path.name)
-        if named is not None and named[1] not in live:
-            with contextlib.suppress(OSError):  # another start removes them too
+        match = _OF_ENGINE.fullmatch(path.name)
+        if match is not None and match[1] not in live:
+            with contextlib.suppress(OSError):  # another process removes them too
                 written = path.lstat().st_mtime
-                wrote.setdefault(named[1], []).append((written, path))
+                files.setdefault(match[1], []).append((written, path))
     removed = []
-    for paths in sorted(wrote.values(), key=max)[:-KEPT]:
+    for paths in sorted(files.values(), key=max)[:-MAX_DEAD_ENGINES]:
         for _, path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -444,18 +441,19 @@ def _remove_old_files(run_dir: Path, live: set[str]) -> list[str]:
 
 
 def take_lock(run_dir: Path, group: str) -> int | None:
-    """Become the one who starts a group's trainer; None while another is.
+    """Lock the start of a group's trainer; return None if another process has the lock.
 
     Returns:
-        A descriptor. The lock is free once nobody has it, a child of ours included.
+        A descriptor. The lock is released when all copies of it are closed, also in
+        child processes.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
     path, flags = run_dir / "trainers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
-    place = int(group, 16) >> 1  # a byte of the file for each group
-    lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    offset = int(group, 16) >> 1  # each group locks one byte of the file
+    lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
     except BlockingIOError:
@@ -467,7 +465,7 @@ def take_lock(run_dir: Path, group: str) -> int | None:
 def _path(run_dir: Path, engine_id: str) -> Path:
     if not _ENGINE_ID.fullmatch(engine_id):
         raise TransportError(
-            f"engine_id {engine_id!r}: only letters, digits, dot, dash and underscore"
+            f"engine_id {engine_id!r}: use letters, digits, dot, dash and underscore"
         )
     return run_dir / f"{_PREFIX}{engine_id}{_SUFFIX}"
 
@@ -479,18 +477,17 @@ def _manifest_paths(run_dir: Path) -> list[Path]:
 
 
 def manifest_from(data: Any) -> EngineManifest:
-    """Read what :func:`write_manifest` wrote, in this version or a later one.
+    """Parse a manifest of :func:`write_manifest`, of this or a later version.
 
     Args:
-        data: Parsed JSON of another process: it may be anything.
+        data: Parsed JSON of another process, not validated.
 
     Raises:
-        TypeError, ValueError: If a field is absent, of another type,
-            or out of every range.
+        TypeError, ValueError: A field is missing, of another type or out of range.
     """
     manifest = TypeAdapter(EngineManifest).validate_python(data)
     if not _ENGINE_ID.fullmatch(manifest.engine_id):
-        raise ValueError("engine_id of an engine's manifest is no name")
+        raise ValueError("engine_id of an engine's manifest is not a valid name")
     return manifest
 
 

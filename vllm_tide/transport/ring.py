@@ -1,13 +1,14 @@
 """The signal ring: records of live traffic from one engine to one trainer.
 
-Written by the worker (``RingWriter``: one producer, one thread that writes at a time),
-read by the sidecar (``RingReader``: one consumer). When it is full the newest record is
-dropped and counted. Each end keeps its own cursor and takes the other's only within
-bounds: out of them the writer drops, the reader goes on from the head, and both count.
+Written by the worker (``RingWriter``: one producer, one writing thread at a time), read
+by the sidecar (``RingReader``: one consumer). When the ring is full, the newest record
+is dropped and counted. Each side stores its own cursor and checks the bounds of the
+other's. If the other cursor is out of bounds, the writer drops records and the reader
+continues at the write position; both count it.
 
-Frames start at multiples of 64 bytes and never wrap: what does not fit before the end
-is preceded by a pad frame. A frame carries its own absolute position, so stale bytes
-of an earlier lap are never taken for a record. What is stored is in ``csrc/ring.cpp``.
+Frames start at multiples of 64 bytes and never wrap: a pad frame fills the end of the
+ring when the next record does not fit there. A frame contains its absolute position, so
+stale bytes of an earlier pass are never read as a record. ``csrc/ring.cpp`` writes it.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from vllm_tide.transport.shm import (
     LINE_BYTES,
     Segment,
     TransportError,
-    peek_words,
-    word_of,
+    atomic_of,
+    peek_atomics,
 )
 
 MAGIC = b"VTIDERNG"
 
 
-class Word(IntEnum):
-    """Words of page 1. The producer stores those before TAIL, the consumer the rest."""
+class Atomic(IntEnum):
+    """Indices of atomics; the consumer stores TAIL and later, the producer others."""
 
     HEAD = 0
     PRODUCER_BEAT = 1
@@ -62,11 +63,11 @@ class Word(IntEnum):
     CONSUMER_NAMESPACE = 9
     CONSUMER_BEAT = 10
     COLLECT = 11
-    """A `Collect`; anything else is NOTHING."""
+    """A `Collect`; any other value means NOTHING."""
 
 
 class Collect(IntEnum):
-    """Kinds of rows that the consumer wants of live traffic."""
+    """Rows of live traffic that the consumer requests."""
 
     NOTHING = 0
     FULL = 1
@@ -78,8 +79,8 @@ class Collect(IntEnum):
 class RingStats:
     """Counters of one ring since it was created.
 
-    ``corrupt_records`` counts damaged spots the consumer skipped; ``consumer_alive``
-    means a live process with a heartbeat younger than 10 s.
+    ``corrupt_records`` counts damaged positions that the consumer skipped.
+    ``consumer_alive``: the consumer is alive, with a heartbeat younger than 10 s.
     """
 
     capacity_bytes: int
@@ -93,30 +94,30 @@ class RingStats:
 
 
 def consumer_alive(load: Callable[[int], int]) -> bool:
-    """True if a process with a fresh heartbeat holds a ring, by a look at its words."""
-    holder = Holder.from_word(load(Word.CONSUMER), load(Word.CONSUMER_NAMESPACE))
-    fresh = heartbeat_is_fresh(load(Word.CONSUMER_BEAT))
+    """Return whether a live process with a fresh heartbeat is the consumer."""
+    holder = Holder.from_u64(load(Atomic.CONSUMER), load(Atomic.CONSUMER_NAMESPACE))
+    fresh = heartbeat_is_fresh(load(Atomic.CONSUMER_BEAT))
     return holder.pid > 0 and holder.alive() is not False and fresh
 
 
 def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
-    """Counters of a ring, of the words in memory."""
+    """Return the counters of a ring from its atomics."""
     return RingStats(
         capacity,
-        min(max(load(Word.HEAD) - load(Word.TAIL), 0), capacity),
-        load(Word.WRITTEN_RECORDS),
-        load(Word.WRITTEN_ROWS),
-        load(Word.DROPPED_RECORDS),
-        load(Word.DROPPED_ROWS),
-        load(Word.CORRUPT),
+        min(max(load(Atomic.HEAD) - load(Atomic.TAIL), 0), capacity),
+        load(Atomic.WRITTEN_RECORDS),
+        load(Atomic.WRITTEN_ROWS),
+        load(Atomic.DROPPED_RECORDS),
+        load(Atomic.DROPPED_ROWS),
+        load(Atomic.CORRUPT),
         consumer_alive(load),
     )
 
 
 MAX_RECORD_BYTES = 1 << 26
-"""A longer record is split: a shard of a spool has room for one (`spool_shard`)."""
-# magic, kind, position (bytes since the ring began), length of the frame, length of
-# the body, CRC of the body, CRC of the 60 bytes before
+"""A longer record is split; a shard of a spool can hold one (`spool_shard`)."""
+# magic, kind, position (bytes since creation), length of the frame, length of the
+# body, CRC of the body, CRC of the first 60 bytes
 _FRAME = struct.Struct("<IHxxQQQI24xI")
 _FRAME_MAGIC = 0x45444954  # "TIDE"
 FRAME_BYTES = _FRAME.size
@@ -124,7 +125,7 @@ RECORD, PAD = 1, 2
 
 
 class Frame(NamedTuple):
-    """A sound frame: its kind, its length and its body's length (bytes) and CRC."""
+    """A valid frame: kind, length (bytes), length and CRC of its body."""
 
     kind: int
     length: int
@@ -135,18 +136,18 @@ class Frame(NamedTuple):
 def pack_frame(
     kind: int, position: int, length: int, body: int = 0, crc: int = 0
 ) -> bytes:
-    """The 64 bytes before a body."""
-    head = _FRAME.pack(_FRAME_MAGIC, kind, position, length, body, crc, 0)[:-4]
-    return head + _shm.crc32c(head).to_bytes(4, "little")
+    """Return the 64 bytes that precede a body."""
+    fields = _FRAME.pack(_FRAME_MAGIC, kind, position, length, body, crc, 0)[:-4]
+    return fields + _shm.crc32c(fields).to_bytes(4, "little")
 
 
 def frame_at(buf: memoryview, capacity: int, position: int, head: int) -> Frame | None:
-    """The frame at `position`, if it is sound and ends by `head` and the ring's end."""
+    """Return the frame at `position`; None if it is invalid or incomplete."""
     offset = position % capacity
     start = DATA_AT + offset
     raw = bytes(buf[start : start + FRAME_BYTES])
     magic, kind, at, length, body, crc, check = _FRAME.unpack(raw)
-    sound = (
+    valid = (
         magic == _FRAME_MAGIC
         and check == _shm.crc32c(raw[:-4])
         and at == position
@@ -156,18 +157,18 @@ def frame_at(buf: memoryview, capacity: int, position: int, head: int) -> Frame 
         and body <= length - FRAME_BYTES
         and body % 8 == 0
     )
-    return Frame(kind, length, body, crc) if sound else None
+    return Frame(kind, length, body, crc) if valid else None
 
 
-# What arrays of wrong kinds can raise while they are written.
+# Exceptions that writing arrays of unexpected types can raise.
 _INVALID = (TypeError, ValueError, AttributeError, BufferError)
 
 
 class RingWriter:
-    """The engine's end. Nothing here blocks or raises after :meth:`create`.
+    """The engine's side. No method blocks or raises after :meth:`create`.
 
-    One thread writes and counts, or one writes and another counts what was written; the
-    rest is for any thread.
+    `write` and `count` are each called by one thread, not necessarily the same. All
+    other methods are thread-safe.
     """
 
     def __init__(self, segment: Segment, spec: RingSpec) -> None:
@@ -180,26 +181,26 @@ class RingWriter:
         """Rows of dropped records, by the same reasons."""
         self._segment = segment
         self.capacity = segment.header.size_bytes - DATA_AT
-        """Room for frames (bytes)."""
+        """Bytes available for frames."""
         most = min(self.capacity // 16, MAX_RECORD_BYTES)
         self.max_rows = max(most // spec.row_bytes, 1)
-        """Rows from which on a record is split: many of them must fit at once."""
-        # Head and tail: `write_frames` moves them, whoever looks sees them move.
+        """Maximum rows of a record; longer ones are split, so that many fit at once."""
+        # Write position and last valid tail; `write_frames` advances them.
         self._end = np.zeros(2, np.uint64)
         self._disabled = ""
         self._written_records = self._written_rows = 0
-        # Both pids usually live here; the first consumer corrects it.
-        segment.store(Word.CONSUMER_NAMESPACE, pid_namespace())
-        # What comes before the first consumer is worth training on.
-        segment.store(Word.COLLECT, Collect.FULL)
+        # Usually correct for the consumer too, which overwrites it.
+        segment.store(Atomic.CONSUMER_NAMESPACE, pid_namespace())
+        # Collect training rows before the first consumer attaches.
+        segment.store(Atomic.COLLECT, Collect.FULL)
         self.heartbeat()
 
     @classmethod
     def create(cls, spec: RingSpec, capacity_bytes: int) -> RingWriter:
-        """Create a ring; it is unlinked by :meth:`close`, at the latest at exit.
+        """Create a ring, unlinked by :meth:`close` or at exit.
 
         Raises:
-            TransportError: If the memory is not to be had.
+            TransportError: The memory cannot be allocated.
         """
         capacity = max(-(-capacity_bytes // LINE_BYTES), 1) * LINE_BYTES
         fields = asdict(spec)
@@ -207,7 +208,7 @@ class RingWriter:
         return cls(segment, spec)
 
     def write(self, frames: Frames) -> None:
-        """Append records, or set why not as their status. Nothing is counted."""
+        """Append records and set their status; :meth:`count` updates the counters."""
         if reason := self._unusable():
             frames.refuse(Status[reason.upper()])
             return
@@ -224,66 +225,66 @@ class RingWriter:
             self._disabled = "closed" if segment.closed else "truncated"
 
     def count(self, frames: Frames) -> int:
-        """Count records by what became of them; returns the rows that were written."""
+        """Update the counters by status; return the number of rows written."""
         rows, status, written = frames.metas["rows"], frames.status, 0
         if not status.any():
             written = int(rows.sum())
             self._count("", len(rows), written)
             return written
         for code in np.unique(status).tolist():
-            these = rows[status == code]
+            matching = rows[status == code]
             if code == Status.WRITTEN:
-                written = int(these.sum())
+                written = int(matching.sum())
             if code != Status.SKIPPED:
                 reason = Status(code).name.lower() if code else ""
-                self._count(reason, len(these), int(these.sum()))
+                self._count(reason, len(matching), int(matching.sum()))
         return written
 
     def heartbeat(self) -> None:
-        """Say that the engine lives; for any thread."""
+        """Store the engine's heartbeat. Thread-safe."""
         # ValueError: another thread closed the ring between the check and the store.
         with contextlib.suppress(ValueError):
             if not self._unusable():
-                self._segment.store(Word.PRODUCER_BEAT, time.monotonic_ns())
+                self._segment.store(Atomic.PRODUCER_BEAT, time.monotonic_ns())
 
     def level(self) -> tuple[int, int]:
-        """Bytes written, and bytes that the consumer has passed, since the start."""
-        last = int(self._end[1])  # what it was before; damage is not believed
+        """Return the bytes written and the bytes consumed since creation."""
+        last = int(self._end[1])  # last valid value, used if the new one is invalid
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
-                tail = self._segment.load(Word.TAIL)
+                tail = self._segment.load(Atomic.TAIL)
                 if last <= tail <= self._head:
                     last = tail
         return self._head, last
 
     @property
     def lost(self) -> bool:
-        """True if the ring was cut short, or its name is gone: nobody can join it."""
+        """Whether the ring was truncated or unlinked, so that no process can attach."""
         return self._unusable() == "truncated" or self._segment.lost()
 
     @property
     def intact(self) -> bool:
-        """True while the ring can be written."""
+        """Whether the ring can be written."""
         return not self._unusable()
 
     @property
-    def wish(self) -> Collect:
-        """What the consumer wants now; METADATA of an unusable ring, which drops it."""
+    def collect_mode(self) -> Collect:
+        """Rows that the consumer requests; METADATA if the ring is unusable."""
         try:
             if self._unusable():
                 return Collect.METADATA
-            word = self._segment.load(Word.COLLECT)
+            value = self._segment.load(Atomic.COLLECT)
         except ValueError:  # as in heartbeat
             return Collect.METADATA
-        return Collect(word) if word in (1, 2) else Collect.NOTHING
+        return Collect(value) if value in (1, 2) else Collect.NOTHING
 
     @property
     def collect(self) -> bool:
-        """True if the consumer wants full rows now."""
-        return self.wish is Collect.FULL
+        """Whether the consumer requests full rows."""
+        return self.collect_mode is Collect.FULL
 
     def stats(self) -> RingStats:
-        """Counters as of now. Looks the consumer up in /proc: not for every step."""
+        """Return the current counters. Reads /proc: do not call it in every step."""
         with contextlib.suppress(ValueError):  # as in heartbeat
             if not self._unusable():
                 return ring_stats(self._segment.load, self.capacity)
@@ -299,11 +300,11 @@ class RingWriter:
         )
 
     def unlink(self) -> None:
-        """Take the name away; see :meth:`Segment.unlink`."""
+        """Unlink the segment; see :meth:`Segment.unlink`."""
         self._segment.unlink()
 
     def close(self) -> None:
-        """Unmap and unlink. Idempotent; later writes are dropped and counted."""
+        """Unmap and unlink. Idempotent; later records are dropped and counted."""
         self._segment.close()
 
     @property
@@ -311,36 +312,36 @@ class RingWriter:
         return int(self._end[0])
 
     def _unusable(self) -> str:
-        """Why the memory must not be touched; empty if it may."""
+        """Return why the memory must not be accessed; empty if it may."""
         if not self._disabled and not self._segment.intact():
             self._disabled = "closed" if self._segment.closed else "truncated"
         return self._disabled
 
     def _count(self, reason: str, records: int, rows: int) -> None:
-        """Count records that were written, or with a reason dropped."""
+        """Count written records, or dropped ones if there is a reason."""
         if reason:
             self.drops[reason] += records
             self.dropped_rows[reason] += rows
             rows = self.dropped_rows.total()
-            self._mirror(Word.DROPPED_RECORDS, self.drops.total(), rows)
+            self._mirror(Atomic.DROPPED_RECORDS, self.drops.total(), rows)
         else:
             self._written_records += records
             self._written_rows += rows
             records, rows = self._written_records, self._written_rows
-            self._mirror(Word.WRITTEN_RECORDS, records, rows)
+            self._mirror(Atomic.WRITTEN_RECORDS, records, rows)
 
-    def _mirror(self, word: int, records: int, rows: int) -> None:
-        # The memory was found mapped a moment ago, or the ring is disabled.
+    def _mirror(self, index: int, records: int, rows: int) -> None:
+        # `_unusable` has just checked the mapping, or the ring is disabled.
         try:
             if not self._disabled and not self._segment.closed:
-                self._segment.store(word, records)
-                self._segment.store(word + 1, rows)
-        except ValueError:  # as in heartbeat; suppress() would cost half a microsecond
+                self._segment.store(index, records)
+                self._segment.store(index + 1, rows)
+        except ValueError:  # as in heartbeat; suppress() costs 0.5 us more
             self._disabled = "closed"
 
 
-def _nothing(_word: int) -> int:
-    """Load a word of a ring that cannot be read."""
+def _load_zero(_index: int) -> int:
+    """Return 0 for each atomic of a ring that cannot be read."""
     return 0
 
 
@@ -348,38 +349,38 @@ _BLANK = memoryview(bytes(1 << 16))
 
 
 class RingReader:
-    """The trainer's end. After :meth:`attach` nothing here raises."""
+    """The trainer's side. No method raises after :meth:`attach`."""
 
     def __init__(self, segment: Segment, spec: RingSpec) -> None:
         self.spec = spec
         self.name = segment.name
         self._segment = segment
         self.capacity = segment.header.size_bytes - DATA_AT
-        self._corrupt = segment.load(Word.CORRUPT)
-        self._tail = segment.load(Word.TAIL)
+        self._corrupt = segment.load(Atomic.CORRUPT)
+        self._tail = segment.load(Atomic.TAIL)
         self._lost = False
-        # A pause holds until this consumer knows better.
-        nothing = segment.load(Word.COLLECT) == Collect.NOTHING
-        self.set_collect(Collect.NOTHING if nothing else Collect.FULL)
+        # A pause stays in effect until `set_collect`.
+        paused = segment.load(Atomic.COLLECT) == Collect.NOTHING
+        self.set_collect(Collect.NOTHING if paused else Collect.FULL)
 
     @classmethod
     def attach(cls, name: str) -> RingReader:
-        """Become the consumer of a ring; goes on where a dead one stopped.
+        """Become the consumer of a ring; continue where the previous one stopped.
 
-        It asks for full rows until :meth:`set_collect` says otherwise, but for nothing
-        where the one before did.
+        It requests full rows until :meth:`set_collect`, or no rows if the previous
+        consumer had paused.
 
         Raises:
-            TransportError: One sentence: absent, foreign, damaged, another version, or
-                another live consumer.
+            TransportError: The ring is missing, damaged, of another user or version, or
+                has a live consumer.
         """
         segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
         try:
             spec = RingSpec.from_fields(segment.header.spec)
             capacity = segment.header.size_bytes - DATA_AT
             if capacity < LINE_BYTES or capacity % LINE_BYTES:
-                raise ValueError(f"{capacity} bytes hold no whole lines")
-            segment.claim(Word.CONSUMER, "trainer")
+                raise ValueError(f"{capacity} bytes, no positive multiple of 64")
+            segment.claim(Atomic.CONSUMER, "trainer")
         except (ValueError, TypeError, KeyError) as error:
             segment.close()
             raise TransportError(f"segment {name} is not a ring: {error}") from error
@@ -389,9 +390,9 @@ class RingReader:
         return cls(segment, spec)
 
     def read(self) -> Record | None:
-        """Take the next record out; None if there is none now.
+        """Remove and return the next record; None if the ring is empty.
 
-        Its arrays are private to the caller. Damaged bytes are skipped and counted.
+        Its arrays are private copies. Damaged bytes are skipped and counted.
         """
         while (body := self.take()) is not None:
             try:
@@ -403,73 +404,73 @@ class RingReader:
         return None
 
     def take(self) -> np.ndarray | None:
-        """Take the next record out as its bytes, which are the caller's own.
+        """Remove and return the bytes of the next record, a private copy.
 
-        Their checksum was right; nobody looked at what they say.
+        Their checksum has been verified, their content has not.
         """
         if self._lost or not self._segment.intact():
             return None
-        head = self._segment.load(Word.HEAD) // LINE_BYTES * LINE_BYTES
+        head = self._segment.load(Atomic.HEAD) // LINE_BYTES * LINE_BYTES
         if not 0 <= head - self._tail <= self.capacity:
-            self._count_corrupt()  # nothing between the two can be relied on
+            self._count_corrupt()  # no byte between the two can be trusted
             self._tail = head
         body = None
         while body is None and self._tail < head:
             body = self._take(head)
-        self._segment.store(Word.TAIL, self._tail)
+        self._segment.store(Atomic.TAIL, self._tail)
         return body
 
     def heartbeat(self) -> None:
-        """Say that the trainer lives."""
+        """Store the trainer's heartbeat."""
         if not self._segment.intact():
             return
         try:
-            self._segment.hold(Word.CONSUMER, "trainer")
+            self._segment.renew_claim(Atomic.CONSUMER, "trainer")
         except TransportError:
-            self._lost = True  # another process took over: it owns the tail now
+            self._lost = True  # another process is the consumer now and moves the tail
             return
         if self._lost:
             self._lost = False
-            self._tail = self._segment.load(Word.TAIL)
+            self._tail = self._segment.load(Atomic.TAIL)
             self.set_collect(self._collect)
 
-    def set_collect(self, wanted: Collect) -> None:
-        """Ask the engine for full rows, for metadata-only records, or for nothing.
+    def set_collect(self, mode: Collect) -> None:
+        """Request full rows, metadata-only records, or no records from the engine.
 
-        Holds from the engine's next step on, also when this consumer goes. What was
-        written before stays as it is.
+        Takes effect in the engine's next step and stays after this consumer exits.
+        Records already in the ring are not changed.
         """
-        self._collect = wanted
+        self._collect = mode
         if not self._lost and self._segment.intact():
-            self._segment.store(Word.COLLECT, int(wanted))
+            self._segment.store(Atomic.COLLECT, int(mode))
 
     @property
     def intact(self) -> bool:
-        """False if the ring was cut short."""
+        """Whether the ring still has its full size."""
         return self._segment.intact()
 
     def producer_alive(self) -> bool:
-        """True if the engine that owns the ring lives."""
-        return self._segment.owner_alive(Word.PRODUCER_BEAT)
+        """Return whether the engine that created the ring is alive."""
+        return self._segment.owner_alive(Atomic.PRODUCER_BEAT)
 
     def stats(self) -> RingStats:
-        """Counters as of now; the engine's are as it last stored them."""
-        load = self._segment.load if self._segment.intact() else _nothing
+        """Return the current counters; the engine's are those that it stored last."""
+        load = self._segment.load if self._segment.intact() else _load_zero
         return ring_stats(load, self.capacity)
 
     def close(self) -> None:
-        """Give up the claim and unmap. Idempotent."""
+        """Release the claim and unmap. Idempotent."""
         if self._segment.intact() and not self._lost:
-            self._segment.release(Word.CONSUMER)
+            self._segment.release(Atomic.CONSUMER)
         self._segment.close()
 
     def _count_corrupt(self) -> None:
-        # What an earlier consumer counted came from memory: it may be any number.
+        # The initial value was read from shared memory and may be any u64.
         self._corrupt = (self._corrupt + 1) % 2**64
-        self._segment.store(Word.CORRUPT, self._corrupt)
+        self._segment.store(Atomic.CORRUPT, self._corrupt)
 
     def _take(self, head: int) -> np.ndarray | None:
-        """Move past the frame at the tail; its body if it holds a good one."""
+        """Advance past the frame at the tail; return its body if it is valid."""
         buf, capacity = self._segment.buf, self.capacity
         frame = frame_at(buf, capacity, self._tail, head)
         if frame is None:
@@ -480,12 +481,12 @@ class RingReader:
         begin, start = self._tail, DATA_AT + self._tail % capacity + FRAME_BYTES
         self._tail = begin + frame.length
         if frame.kind == PAD:
-            self._blank(begin + FRAME_BYTES, self._tail)  # one that was a record
+            self._blank(begin + FRAME_BYTES, self._tail)  # may have been a record
             return None
-        # Checked as a private copy: the memory may change at any time.
+        # Verify a private copy: the shared memory may change at any time.
         copy = np.empty(frame.body, np.uint8)
         crc = _shm.gather(copy, 0, (buf[start : start + frame.body],))
-        # A pad first: who goes on here after a kill finds no damage.
+        # Store a pad first: after a kill the next consumer finds a valid frame here.
         buf[start - FRAME_BYTES : start] = pack_frame(PAD, begin, frame.length)
         self._blank(begin + FRAME_BYTES, self._tail)
         if crc == frame.crc:
@@ -494,7 +495,7 @@ class RingReader:
         return None
 
     def _blank(self, begin: int, end: int) -> None:
-        """Overwrite from one position to another; both before the producer's room."""
+        """Zero the bytes of consumed frames between two positions."""
         while begin < end:
             offset = begin % self.capacity
             size = min(end - begin, self.capacity - offset, len(_BLANK))
@@ -505,20 +506,20 @@ class RingReader:
 
 def ring_consumer(name: str) -> Holder | None:
     """Return the live process that reads a ring; None if there is none."""
-    found = peek_words(name, MAGIC)
-    if found is None:
+    peeked = peek_atomics(name, MAGIC)
+    if peeked is None:
         return None
-    load = partial(word_of, found[1])
-    holder = Holder.from_word(load(Word.CONSUMER), load(Word.CONSUMER_NAMESPACE))
+    load = partial(atomic_of, peeked[1])
+    holder = Holder.from_u64(load(Atomic.CONSUMER), load(Atomic.CONSUMER_NAMESPACE))
     alive = holder.alive()
     if alive is None:
-        alive = heartbeat_is_fresh(load(Word.CONSUMER_BEAT))
+        alive = heartbeat_is_fresh(load(Atomic.CONSUMER_BEAT))
     return holder if holder.pid and alive else None
 
 
 def peek_ring(name: str) -> RingStats | None:
-    """Counters of a ring; None if it is gone, another user's or damaged."""
-    found = peek_words(name, MAGIC)
-    if found is None:
+    """Return a ring's counters; None if it is missing, damaged or of another user."""
+    peeked = peek_atomics(name, MAGIC)
+    if peeked is None:
         return None
-    return ring_stats(partial(word_of, found[1]), found[0].size_bytes - DATA_AT)
+    return ring_stats(partial(atomic_of, peeked[1]), peeked[0].size_bytes - DATA_AT)

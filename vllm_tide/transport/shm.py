@@ -1,12 +1,12 @@
-"""One shared-memory segment: created once, mapped by both sides, unlinked by its owner.
+"""A shared-memory segment: created once, mapped by both sides, unlinked by its creator.
 
-Gives up ``multiprocessing.shared_memory``: its resource tracker unlinks a segment when
-a process that merely attached exits.
+``multiprocessing.shared_memory`` is not used: its resource tracker unlinks a segment
+when a process that only attached to it exits.
 
-Page 0 is the header, written once before the name is told to anyone: magic, format
-version, size, owner, length and CRC at 0, the spec as JSON at 256. Page 1 holds words
-of 8 bytes, each on a cache line of its own; the data follow. ``Segment`` may raise; the
-objects built on it decide what their side is allowed to let out.
+Page 0 is the header, written once before the name is published: magic, format version,
+size, owner, length and CRC at 0, the spec as JSON at 256. Page 1 holds atomics (u64),
+each on a separate cache line. The data follow. ``Segment`` may raise; the classes built
+on it define which exceptions leave them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from vllm_tide import _shm
 from vllm_tide.transport.process import Holder, heartbeat_is_fresh
 
 NAME_PREFIX = "vllm_tide_"
-SHM_DIR = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX segments, not a scratch file
+SHM_DIR = "/dev/shm"  # noqa: S108 - the mount of POSIX shared memory in Linux
 _NAME = re.compile(re.escape(NAME_PREFIX) + r"[A-Za-z0-9_.-]{1,200}")
 # A segment without a valid header is being created, or its creator died doing so.
 _UNFINISHED_SECONDS = 60.0
 
 PAGE_BYTES = 4096
 LINE_BYTES = 64
-WORDS_AT = PAGE_BYTES
+ATOMICS_AT = PAGE_BYTES
 DATA_AT = 2 * PAGE_BYTES
 
 _SPEC_AT = 256
@@ -47,7 +47,7 @@ _SPEC_BYTES = PAGE_BYTES - _SPEC_AT
 _HEADER = struct.Struct("<8sIIQQQQ")
 _CRC = struct.Struct("<I")
 
-# What JSON of the wrong shape can raise while it is read.
+# Exceptions that parsing JSON of an unexpected structure can raise.
 MALFORMED = (
     ArithmeticError,
     AttributeError,
@@ -59,11 +59,11 @@ MALFORMED = (
 
 
 class TransportError(RuntimeError):
-    """A segment or run directory cannot be used; one sentence says why."""
+    """A segment or run directory cannot be used; the message gives the reason."""
 
 
-def said(value: object) -> str:
-    """What another process wrote, fit for a log: printable, 200 characters at most."""
+def sanitize_for_log(value: object) -> str:
+    """Escape a value of another process for a log: ASCII, at most 200 characters."""
     return str(value)[:200].encode("unicode_escape").decode("ascii")[:200]
 
 
@@ -72,7 +72,7 @@ class Header:
     """Fields of page 0.
 
     Args:
-        magic: Eight bytes naming the kind of segment.
+        magic: Eight bytes that identify the kind of segment.
     """
 
     magic: bytes
@@ -82,26 +82,26 @@ class Header:
     spec: dict[str, Any]
 
     def encode(self) -> bytes:
-        """The bytes of page 0.
+        """Return the bytes of page 0.
 
         Raises:
-            TransportError: If the spec is too large for the page.
+            TransportError: The spec is too large for the page.
         """
         spec = json.dumps(self.spec, separators=(",", ":")).encode()
         if len(spec) > _SPEC_BYTES:
             raise TransportError(
-                f"the description of a segment takes {len(spec)} bytes, and "
-                f"{_SPEC_BYTES} is the most: shorten engine_id or the layer list"
+                f"the spec of a segment has {len(spec)} bytes, more than the limit of "
+                f"{_SPEC_BYTES}: shorten engine_id or the layer list"
             )
-        head = _HEADER.pack(
+        fixed = _HEADER.pack(
             self.magic, self.format_version, len(spec), self.size_bytes, *self.owner
         )
-        head += _CRC.pack(_shm.crc32c(spec, _shm.crc32c(head)))
-        return head.ljust(_SPEC_AT, b"\0") + spec
+        fixed += _CRC.pack(_shm.crc32c(spec, _shm.crc32c(fixed)))
+        return fixed.ljust(_SPEC_AT, b"\0") + spec
 
     @classmethod
     def decode(cls, page: bytes) -> Header | None:
-        """Read page 0; None if it is not a complete, undamaged header."""
+        """Read page 0; return None if it is not a complete, valid header."""
         if len(page) < PAGE_BYTES:
             return None
         magic, version, length, size, *owner = _HEADER.unpack_from(page)
@@ -125,17 +125,17 @@ class Segment:
         self.name = name
         self.header = header
         self.fd = fd
-        self._me = Holder.me()
+        self._process = Holder.current()
         self._owner_pid = os.getpid() if owned else -1
         flags = mmap.MAP_SHARED
         if owned:
-            # Held until this process ends: proof of life that no damage can hide. At
-            # most somebody who just looks for orphans holds it for a moment.
+            # Locked until this process exits: evidence that the owner is alive, even if
+            # the header is damaged. A scan for orphans locks it only briefly.
             fcntl.flock(fd, fcntl.LOCK_EX)
-            # Page faults now rather than in the first lap of serving.
+            # Take the page faults now, not while serving.
             flags |= mmap.MAP_POPULATE
         self._map = mmap.mmap(fd, header.size_bytes, flags)
-        # Hidden states are text in another form: no core file may hold them.
+        # Hidden states encode user text: exclude them from core dumps.
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.buf: memoryview = memoryview(self._map)
         self.closed = False
@@ -149,7 +149,7 @@ class Segment:
         spec: dict[str, Any],
         data_bytes: int,
     ) -> Segment:
-        """Create a segment of this process under a random name, mode 0600.
+        """Create a segment with a random name, mode 0600, owned by this process.
 
         Args:
             kind: Part of the name: ``vllm_tide_<kind>_<16 hex>``.
@@ -157,18 +157,18 @@ class Segment:
             spec: JSON-able description for page 0.
 
         Raises:
-            TransportError: If the memory is not to be had.
+            TransportError: The memory cannot be allocated.
         """
         name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
         size = DATA_AT + data_bytes
-        header = Header(magic, version, size, Holder.me(), spec)
-        page = header.encode()  # refuses what does not fit before anything is made
+        header = Header(magic, version, size, Holder.current(), spec)
+        page = header.encode()  # raises before anything is created
         try:
             fd = _shm.shm_create("/" + name, size)
         except OSError as error:
             raise TransportError(
                 f"cannot create {size / 2**20:.0f} MiB of shared memory in {SHM_DIR}: "
-                f"{error.strerror}; make the ring smaller or {SHM_DIR} larger "
+                f"{error.strerror}; reduce the ring size or enlarge {SHM_DIR} "
                 "(docker run --shm-size)"
             ) from error
         try:
@@ -186,7 +186,7 @@ class Segment:
         """Map a segment that another process created.
 
         Raises:
-            TransportError: If it is absent, foreign, damaged or of another version.
+            TransportError: The segment is missing, damaged, of another user or version.
         """
         if not is_segment_name(name):
             raise TransportError(f"{name!r} is not the name of a vllm_tide segment")
@@ -207,7 +207,7 @@ class Segment:
             raise
 
     def intact(self) -> bool:
-        """True if every mapped byte still has memory behind it (one fstat)."""
+        """Return whether the segment still has its full size (one fstat)."""
         if self.closed:
             return False
         try:
@@ -216,82 +216,82 @@ class Segment:
             return False
 
     def lost(self) -> bool:
-        """True if it was cut short, or its name is gone (`rm`, systemd's RemoveIPC)."""
+        """Return whether it was truncated or unlinked (`rm`, systemd's RemoveIPC)."""
         if not self.intact():
             return not self.closed
         return os.fstat(self.fd).st_nlink == 0
 
-    def load(self, word: int) -> int:
-        """Load word number `word` of page 1 (acquire)."""
-        return _shm.load(self.buf, WORDS_AT + word * LINE_BYTES)
+    def load(self, index: int) -> int:
+        """Load atomic number `index` of page 1 (acquire)."""
+        return _shm.load(self.buf, ATOMICS_AT + index * LINE_BYTES)
 
-    def store(self, word: int, value: int) -> None:
-        """Store word number `word` of page 1 (release)."""
-        _shm.store(self.buf, WORDS_AT + word * LINE_BYTES, value)
+    def store(self, index: int, value: int) -> None:
+        """Store atomic number `index` of page 1 (release)."""
+        _shm.store(self.buf, ATOMICS_AT + index * LINE_BYTES, value)
 
-    def owner_alive(self, beat: int) -> bool:
-        """True if the creator lives, as `holder_alive`; `beat` is its heartbeat."""
+    def owner_alive(self, heartbeat: int) -> bool:
+        """Return whether the creator is alive; `heartbeat` is an index of an atomic."""
         alive = self.header.owner.alive()
         if alive is None:
-            return self.intact() and heartbeat_is_fresh(self.load(beat))
+            return self.intact() and heartbeat_is_fresh(self.load(heartbeat))
         return alive
 
-    def claim(self, word: int, what: str) -> None:
-        """Become the single `what` of the segment.
+    def claim(self, index: int, role: str) -> None:
+        """Acquire an exclusive role of the segment for this process.
 
-        Three words from `word`: the holder, its pid namespace, its heartbeat.
+        A claim is three atomics from `index`: holder, pid namespace, heartbeat.
 
         Raises:
-            TransportError: If a live process, this one included, holds the claim.
+            TransportError: A live process, possibly this one, has the claim.
         """
         while True:
-            held = self.load(word)
-            if held and self.holder_alive(word):
+            current = self.load(index)
+            if current and self.holder_alive(index):
                 raise TransportError(
-                    f"process {Holder.from_word(held, 0).pid} is already the {what} of "
-                    f"{self.name}; stop it first"
+                    f"process {Holder.from_u64(current, 0).pid} is already the {role} "
+                    f"of {self.name}; stop it first"
                 )
-            at = WORDS_AT + word * LINE_BYTES
-            if _shm.compare_exchange(self.buf, at, held, self._me.word):
+            at = ATOMICS_AT + index * LINE_BYTES
+            if _shm.compare_exchange(self.buf, at, current, self._process.as_u64):
                 break
-        self._beat(word)
+        self._store_heartbeat(index)
 
-    def hold(self, word: int, what: str) -> None:
-        """Renew the heartbeat of a claim; take it again if the word was damaged.
+    def renew_claim(self, index: int, role: str) -> None:
+        """Renew the heartbeat of a claim; acquire it again if it was damaged.
 
         Raises:
-            TransportError: If another live process holds it now.
+            TransportError: Another live process has the claim.
         """
-        if self.load(word) == self._me.word:
-            self._beat(word)
+        if self.load(index) == self._process.as_u64:
+            self._store_heartbeat(index)
         else:
-            self.claim(word, what)
+            self.claim(index, role)
 
-    def _beat(self, word: int) -> None:
-        self.store(word + 1, self._me.namespace)
-        self.store(word + 2, time.monotonic_ns())
+    def _store_heartbeat(self, index: int) -> None:
+        self.store(index + 1, self._process.namespace)
+        self.store(index + 2, time.monotonic_ns())
 
-    def holder_alive(self, word: int) -> bool:
-        """Whether the claim at `word` is held by a live process.
+    def holder_alive(self, index: int) -> bool:
+        """Return whether a live process has the claim at `index`.
 
-        By its pid; by its heartbeat alone where the pid cannot be looked up.
+        The pid decides; where it cannot be checked, the heartbeat does.
         """
-        holder = Holder.from_word(self.load(word), self.load(word + 1))
+        holder = Holder.from_u64(self.load(index), self.load(index + 1))
         alive = holder.alive()
         if alive is None:
-            return heartbeat_is_fresh(self.load(word + 2))
+            return heartbeat_is_fresh(self.load(index + 2))
         return alive
 
-    def release(self, word: int) -> None:
-        """Give up the claim at `word`, if it is this process's."""
-        at = WORDS_AT + word * LINE_BYTES
-        _shm.compare_exchange(self.buf, at, self._me.word, 0)
+    def release(self, index: int) -> None:
+        """Release the claim at `index` if this process has it."""
+        at = ATOMICS_AT + index * LINE_BYTES
+        _shm.compare_exchange(self.buf, at, self._process.as_u64, 0)
 
     def unlink(self) -> None:
-        """Take its name away if this process created it. Idempotent, never raises.
+        """Unlink the segment if this process created it. Idempotent, never raises.
 
-        Who has mapped it goes on; its memory goes with the last of them, by whatever
-        end. A forked child that inherited an owned segment does not unlink it.
+        Existing mappings stay valid; the memory is freed with the last mapping. A
+        forked child that inherited an owned segment does not unlink it.
         """
         if self._owner_pid == os.getpid():
             self._owner_pid = -1
@@ -302,7 +302,7 @@ class Segment:
         if self.closed:
             return
         self.closed = True
-        # A view still held by a caller keeps the mapping until that view goes.
+        # A memoryview that a caller still references keeps the mapping.
         with contextlib.suppress(BufferError):
             self.buf.release()
             self._map.close()
@@ -323,7 +323,7 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
         raise TransportError(f"segment {name} has a damaged header: restart its engine")
     if header.format_version != version:
         raise TransportError(
-            f"segment {name} has format {header.format_version}, this process speaks "
+            f"segment {name} has format {header.format_version}, this process supports "
             f"{version}: run the same vllm_tide on both sides"
         )
     if not DATA_AT <= header.size_bytes <= status.st_size:
@@ -335,20 +335,20 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
 
 
 def is_segment_name(name: object) -> bool:
-    """True if it can be the name of a segment; it may come from a file."""
+    """Return whether a value, possibly read from a file, is a valid segment name."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
-def looked_at(name: str) -> Iterator[tuple[int, Header | None]]:
-    """Descriptor and sound header of a segment of this user, which is not mapped.
+def open_readonly(name: str) -> Iterator[tuple[int, Header | None]]:
+    """Open a segment of this user read-only, unmapped; yield descriptor and header.
 
     Raises:
-        OSError: It is gone, another user's or none.
+        OSError: It does not exist, belongs to another user or is not a segment.
     """
     if not is_segment_name(name):
         raise FileNotFoundError(name)
-    # Every user may put a pipe there, and opening one waits for its other end.
+    # O_NONBLOCK: any user can create a FIFO there, and opening one blocks.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     fd = os.open(f"{SHM_DIR}/{name}", flags)
     try:
@@ -360,45 +360,45 @@ def looked_at(name: str) -> Iterator[tuple[int, Header | None]]:
         os.close(fd)
 
 
-def peek_words(name: str, magic: bytes) -> tuple[Header, bytes] | None:
-    """Header and page of words of a segment of one kind, for tools that look on.
+def peek_atomics(name: str, magic: bytes) -> tuple[Header, bytes] | None:
+    """Return header and page of atomics of a segment, for monitoring tools.
 
-    Nothing is claimed and nothing is mapped, so a watched segment lives no longer than
-    its engine, and one that shrinks cannot hurt the watcher.
+    The segment is neither claimed nor mapped: its memory is freed with its engine, and
+    a truncated segment causes no SIGBUS here.
     """
-    with contextlib.suppress(OSError), looked_at(name) as (fd, header):
-        words = os.pread(fd, PAGE_BYTES, WORDS_AT)
-        if header is None or header.magic != magic or len(words) < PAGE_BYTES:
+    with contextlib.suppress(OSError), open_readonly(name) as (fd, header):
+        page = os.pread(fd, PAGE_BYTES, ATOMICS_AT)
+        if header is None or header.magic != magic or len(page) < PAGE_BYTES:
             return None
-        return (header, words) if header.size_bytes >= DATA_AT else None
+        return (header, page) if header.size_bytes >= DATA_AT else None
     return None
 
 
-def word_of(words: bytes, word: int) -> int:
-    """Word number `word` of a copy of page 1."""
-    return int.from_bytes(words[word * LINE_BYTES :][:8], "little")
+def atomic_of(page: bytes, index: int) -> int:
+    """Return atomic number `index` of a copy of page 1."""
+    return int.from_bytes(page[index * LINE_BYTES :][:8], "little")
 
 
-def orphaned(name: str) -> bool:
-    """True if a segment of this user was left behind by a dead owner.
+def is_orphaned(name: str) -> bool:
+    """Return whether the owner of a segment of this user is dead.
 
-    Never maps it. Its owner's lock is asked first: a pid says nothing in another pid
-    namespace, and a header may be damaged. One without a valid header counts once it
-    is a minute old: its owner may not have come to the lock yet.
+    The segment is not mapped. The file lock of the owner is checked first: a pid cannot
+    be checked from another pid namespace, and a header may be damaged. A segment with
+    no valid header is an orphan after a minute: a younger one may not be locked yet.
     """
-    with contextlib.suppress(OSError), looked_at(name) as (fd, header):
+    with contextlib.suppress(OSError), open_readonly(name) as (fd, header):
         if header is None:
             old = time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
             return old and not _locked(fd)
-        # A forked child may hold the lock of a parent that is dead.
+        # A forked child may have inherited the lock of a dead parent.
         return not _locked(fd) or header.owner.alive() is False
     return False
 
 
 def _locked(fd: int) -> bool:
-    """True if the creator of a segment, which locked it, still lives."""
+    """Return whether the creator of a segment still has it locked."""
     try:
-        # Shared: two that look at once do not take each other for the owner.
+        # A shared lock: two concurrent checks do not mistake each other for the owner.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -406,8 +406,8 @@ def _locked(fd: int) -> bool:
 
 
 def unlink_if_orphaned(name: str) -> bool:
-    """Unlink a segment whose owner is dead; True if it was."""
-    return orphaned(name) and _unlink(name)
+    """Unlink a segment if its owner is dead; return whether it was unlinked."""
+    return is_orphaned(name) and _unlink(name)
 
 
 def _unlink(name: str) -> bool:

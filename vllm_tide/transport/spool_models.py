@@ -1,7 +1,7 @@
-"""Models for a trainer on another host, carried by the spool.
+"""Models in a spool, for a trainer on another host.
 
-The embedding and output rows of the target (not the target), once per target, and the
-draft each engine started with. Files first, then ``files.json`` with their SHA-256.
+The embedding and lm_head rows of each target (not the whole target), and the initial
+draft of each engine. ``files.json`` is written last, with the SHA-256 of the files.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vllm_tide.transport.spool_store import Store
 TARGETS = "targets"
 _LIST = "files.json"
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
-# A file's name in the list: in this folder, not hidden, of printable ASCII.
+# A valid file name: no path, not hidden, printable ASCII.
 _PLAIN = re.compile(r"[!-\-0-~][ -.0-~]{0,250}")
 _FLOATS = ("F32", "F16", "BF16")
 
 
 def upload_models(folder: EngineFolder, manifest: EngineManifest) -> str:
-    """Put into the spool what is not there yet; the SHA-256 of the target's list.
+    """Upload missing models; return the SHA-256 of the target's ``files.json``.
 
-    The target's rows lie under it, so that no others are ever taken for them.
+    The digest names the folder of the target's rows, so it identifies their content.
     """
     store = folder.store
     files = _target_files(Path(manifest.target_path))
@@ -54,18 +54,18 @@ def upload_models(folder: EngineFolder, manifest: EngineManifest) -> str:
 def local_models(
     folder: EngineFolder, entry: EngineEntry, cache: Path | None = None
 ) -> tuple[Path, Path]:
-    """Directories of the target's rows and of the first draft on this host.
+    """Return local directories of the target's rows and of the initial draft.
 
-    The engine's own target directory where this host has the same one; else a copy out
-    of the spool in `cache`, ``~/.cache/vllm_tide/spool`` when None.
+    The target directory of the engine if this host has the same target; otherwise a
+    download in `cache` (None: ``~/.cache/vllm_tide/spool``).
 
     Raises:
-        TransportError: If neither this host nor the spool has them.
+        TransportError: Neither this host nor the spool has them.
     """
     cache = cache or default_cache()
     target = Path(entry.manifest.target_path)
     if not _is_target(target, entry.identity.get("target", "")):
-        # It becomes part of a path and comes from a file.
+        # Validate it: it is read from a file and becomes part of a path.
         rows = checked_name(entry.identity.get("rows", ""), "rows")
         target = cache / rows[:32]
         _download(folder.store, f"{TARGETS}/{rows}", target, rows)
@@ -79,26 +79,26 @@ def default_cache() -> Path:
 
 
 def _target_files(folder: Path) -> dict[str, list[bytes]]:
-    """Configuration and rows of a target, under the names its checkpoint uses."""
-    found: dict[str, tuple[Path, dict[str, Any], int]] = {}
+    """Return configuration and rows of a target, with the checkpoint's names."""
+    rows: dict[str, tuple[Path, dict[str, Any], int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         header, begin = read_header(path)
         for name, entry in header.items():
             suffix = next((s for s in _ROWS if name == s or name.endswith("." + s)), "")
             if not suffix:
                 continue
-            # As `TargetRows`: of several names the shortest is the text model's.
-            known = found.get(suffix)
-            if known is None or len(name) < len(known[1]["name"]):
-                found[suffix] = (path, {**entry, "name": name}, begin)
-    # In order of name, without gaps.
+            # As in `TargetRows`: the shortest name is that of the text model.
+            other = rows.get(suffix)
+            if other is None or len(name) < len(other[1]["name"]):
+                rows[suffix] = (path, {**entry, "name": name}, begin)
+    # Sorted by name, without gaps.
     parts: list[bytes] = []
     header, at = {}, 0
-    for path, entry, begin in sorted(found.values(), key=lambda item: item[1]["name"]):
+    for path, entry, begin in sorted(rows.values(), key=lambda item: item[1]["name"]):
         if entry["dtype"] not in _FLOATS:
             raise TransportError(
-                f"{path}: {entry['name']} has type {entry['dtype']}: a trainer needs "
-                "rows that are not quantised"
+                f"{path}: {entry['name']} has dtype {entry['dtype']}: a trainer needs "
+                "unquantized rows"
             )
         parts.append(read_tensor(path, entry, begin))
         offsets = [at, at := at + len(parts[-1])]
@@ -133,18 +133,18 @@ def _listed(files: dict[str, list[bytes]]) -> bytes:
     return json.dumps({n: digest.hexdigest() for n, digest in digests.items()}).encode()
 
 
-def _is_target(folder: Path, wanted: str) -> bool:
+def _is_target(folder: Path, fingerprint: str) -> bool:
     try:
-        return target_fingerprint(folder) == wanted
+        return target_fingerprint(folder) == fingerprint
     except TransportError:
         return False
 
 
 def _download(store: Store, name: str, into: Path, sha256: str = "") -> Path:
-    """Copy a folder of files here, whole or not at all.
+    """Download a folder atomically.
 
     Args:
-        sha256: Of its list, in hexadecimal; empty: it is not known.
+        sha256: Digest of its ``files.json`` (hex); empty if it is unknown.
     """
     raw = store.read(f"{name}/{_LIST}", MAX_JSON_BYTES + 1)
     listed = parse_json(raw)
@@ -155,19 +155,19 @@ def _download(store: Store, name: str, into: Path, sha256: str = "") -> Path:
     same = not sha256 or hashlib.sha256(raw or b"").hexdigest() == sha256
     if not (same and all(map(_PLAIN.fullmatch, listed))):
         raise TransportError(f"{name}/{_LIST} in {store.url} is damaged")
-    if _is_whole(into, listed):
+    if _is_complete(into, listed):
         return into
     try:
         shutil.rmtree(into, ignore_errors=True)
         make_private(into.parent)
         temporary = Path(tempfile.mkdtemp(dir=into.parent, prefix=".spool-"))
         try:
-            for file, wanted in listed.items():
+            for file, digest in listed.items():
                 data = store.read(f"{name}/{file}")
-                if data is None or hashlib.sha256(data).hexdigest() != wanted:
+                if data is None or hashlib.sha256(data).hexdigest() != digest:
                     raise TransportError(f"{name}/{file} in {store.url} is damaged")
                 (temporary / file).write_bytes(data)
-            if not into.is_dir():  # another trainer may have been quicker
+            if not into.is_dir():  # another trainer may have created it
                 temporary.rename(into)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -178,8 +178,8 @@ def _download(store: Store, name: str, into: Path, sha256: str = "") -> Path:
     return into
 
 
-def _is_whole(folder: Path, listed: dict[str, Any]) -> bool:
-    """A crash of the host can leave files short or empty under their names."""
+def _is_complete(folder: Path, listed: dict[str, Any]) -> bool:
+    """Verify all files: a crash of the host can truncate them."""
     try:
         for name, sha256 in listed.items():
             with (folder / name).open("rb") as file:

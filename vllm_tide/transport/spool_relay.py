@@ -1,7 +1,7 @@
-"""The relay: one engine's ring into a spool, and drafts out of it.
+"""The relay: copies records of one engine's ring to a spool, and drafts back.
 
-A process of its own on the engine's host: storage may be slow or gone, and then only
-the ring fills. To the engine it is a trainer like any other.
+It is a separate process on the engine's host. If the storage is slow or unavailable,
+only the ring fills up. For the engine, the relay is a trainer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vllm_tide.transport.rendezvous import (
     reclaim_orphans,
 )
 from vllm_tide.transport.ring import Collect, RingReader
-from vllm_tide.transport.shm import TransportError, said
+from vllm_tide.transport.shm import TransportError, sanitize_for_log
 from vllm_tide.transport.spool import (
     BEAT_S,
     EngineEntry,
     EngineFolder,
     EngineState,
-    Freshness,
-    why_failed,
+    HeartbeatMonitor,
+    failure_message,
 )
 from vllm_tide.transport.spool_models import upload_models
 from vllm_tide.transport.spool_store import Store
@@ -47,18 +47,18 @@ logger = logging.getLogger("vllm_tide.relay")
 
 IDLE_SLEEP_S = 0.05
 POLL_S = 0.5
-"""How often drafts and trainers are looked for (s)."""
+"""Interval between checks for drafts, trainers and purges (s)."""
 _DRAIN_BATCH = 256
 _DRAIN_LIMIT_S = 1.0
-# What is served while the relay ends, or purges, may come without end.
+# Limit, as the engine may write records faster than the relay drains them.
 _EMPTY_LIMIT_S = 2.0
 
 
 class Relay:
-    """Between one engine of this host, announced in `run_dir`, and a spool.
+    """Connects one engine of this host, announced in `run_dir`, to a spool.
 
     Raises:
-        TransportError: If ring, weights segment or spool cannot be used.
+        TransportError: Ring, weights segment or spool cannot be used.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Relay:
         self._purged: Counter[str] = Counter()
         self._next_announcement = 0.0
         self._state = EngineState()
-        self._said = 0.0
+        self._state_time = 0.0
         self._next_poll = 0.0
-        self._readers: dict[str, Freshness] = {}
+        self._readers: dict[str, HeartbeatMonitor] = {}
         self._seen_draft = self._weights.latest_version
         self._refused = (0, "")
         self._stopping = False
         self._failing = ""
 
     def stop(self) -> None:
-        """Ask the loop to end; safe in a signal handler."""
+        """Request the loop to end; safe in a signal handler."""
         self._stopping = True
 
     def run(self) -> str:
-        """Work until stopped, or the engine is gone; "stopped" or "engine_gone"."""
+        """Run; return "stopped" or "engine_gone"."""
         try:
             while not self._stopping and not self._gone():
                 if not self.tick():
@@ -114,47 +114,47 @@ class Relay:
             self._finish()
             self.close()
             if gone:
-                # An engine killed outright could not unlink its segments.
+                # A killed engine could not unlink its segments.
                 reclaim_orphans(self._run_dir)
         return "engine_gone" if gone else "stopped"
 
     def _gone(self) -> bool:
-        """True if the engine died, or its shared memory was cut short."""
+        """Return whether the engine is dead or its shared memory was truncated."""
         intact = self._reader.intact and self._weights.intact
         return not (intact and self._reader.producer_alive())
 
     def tick(self) -> int:
-        """One round; the number of records taken from the ring.
+        """Run one iteration; return the number of records read from the ring.
 
-        Raises TransportError if another process took ring or segment over. A spool that
-        fails is only logged: it is tried again.
+        Raise TransportError if another process has claimed ring or segment. Errors of
+        the spool are logged and retried.
         """
-        self._hold()
+        self._heartbeat()
         taken = self._drain()
         now = time.monotonic()
         full = self._writer.due() and not self._writer.blocked
         if full or now >= self._next_poll:
             self._next_poll = now + POLL_S
-            # Purges first: what is asked for must not be written any more.
+            # Purges first: purged records must not be written.
             if self._storage_works(self._answer_purges, self._exchange):
                 self._failing = ""
         return taken
 
     def close(self) -> None:
-        """Let the ring and the weights segment go. Idempotent."""
+        """Detach from ring and weights segment. Idempotent."""
         self._reader.close()
         self._weights.close()
         retract_relay(self._run_dir, self._folder.engine_id)
 
-    def _hold(self) -> None:
-        """Say that the relay lives; raises TransportError if the claim was lost."""
+    def _heartbeat(self) -> None:
+        """Renew the heartbeats; raise TransportError if a claim was lost."""
         self._reader.heartbeat()
         self._weights.heartbeat()
 
     def _drain(self) -> int:
         until = time.monotonic() + _DRAIN_LIMIT_S
         taken = 0
-        # While a shard waits for the storage nothing is taken: memory stays bounded.
+        # Read nothing while a shard waits for the storage: this bounds the memory.
         while not self._writer.blocked and time.monotonic() < until:
             for _ in range(_DRAIN_BATCH):
                 body = self._reader.take()
@@ -169,9 +169,9 @@ class Relay:
         return taken
 
     def _empty_ring(self, purge: PurgeRequest | None = None) -> bool:
-        """Take all that is in the ring, but what a purge names; False if too much came.
+        """Drain the ring, drop purged records; return whether it is empty.
 
-        That is bounded by the ring, and by what an engine writes in two seconds.
+        Memory is bounded by the ring and the records that an engine writes in 2 s.
         """
         until = time.monotonic() + _EMPTY_LIMIT_S
         while time.monotonic() < until:
@@ -185,7 +185,7 @@ class Relay:
         return False
 
     def _answer_purges(self) -> None:
-        """Forget what is asked for, in the ring and here; the spool is the asker's."""
+        """Purge the ring and the buffers; the operator's command purges the spool."""
         now = time.monotonic()
         if now >= self._next_announcement:
             self._next_announcement = now + ANNOUNCE_S
@@ -193,7 +193,7 @@ class Relay:
         for request in self._purges.pending():
             self._purged[request.id] += self._writer.purge(request.tenant)
             if not self._empty_ring(request):
-                continue  # at the next look
+                continue  # retried in the next iteration
             removed = self._purged.pop(request.id)
             self._purges.done(request, {"records": removed})
             logger.info(
@@ -203,76 +203,76 @@ class Relay:
             )
 
     def _exchange(self) -> None:
-        """Everything that needs the storage."""
+        """Exchange shards, drafts and states with the storage."""
         if self._writer.due():
             self._writer.flush()
-        self._writer.keep_bounds()
-        self._take_draft()
-        self._ask_for_rows()
-        self._say()
+        self._writer.enforce_bounds()
+        self._forward_draft()
+        self._update_collect()
+        self._write_state()
 
-    def _take_draft(self) -> None:
-        """Pass the newest draft on as it is."""
-        known = self._seen_draft
-        version = self._folder.latest_draft(known)
+    def _forward_draft(self) -> None:
+        """Copy the newest draft to the weights segment."""
+        last = self._seen_draft
+        version = self._folder.latest_draft(last)
         if version <= self._seen_draft:
             return
         self._seen_draft = version
         try:
-            blob = self._folder.read_draft(known, self._weights.max_bytes)
-            # A newer one may have come since.
+            blob = self._folder.read_draft(last, self._weights.max_bytes)
+            # It may be newer than `version`.
             self._seen_draft = version = blob.version
             blob.verify()
         except WeightsRefused as refusal:
             self._refuse(version, refusal.reason, refusal.sentence)
             return
         except TransportError:
-            self._seen_draft = self._weights.latest_version  # try again
+            self._seen_draft = self._weights.latest_version  # retry
             raise
         try:
             self._weights.put(blob)
         except TransportError as error:
-            # It does not fit the segment, and never will.
+            # Permanent: the draft does not fit into the segment.
             self._refuse(version, "segment", str(error))
         else:
             logger.info(
                 "engine %s: draft %d published", self._folder.engine_id, version
             )
 
-    def _refuse(self, version: int, reason: str, sentence: str) -> None:
+    def _refuse(self, version: int, reason: str, message: str) -> None:
         self._refused = (version, reason)
         logger.warning(
             "engine %s: draft %d of the spool is refused: %s",
             self._folder.engine_id,
             version,
-            said(sentence),
+            sanitize_for_log(message),
         )
 
-    def _ask_for_rows(self) -> None:
-        """What the live trainers want at most; full rows if there is none to ask.
+    def _update_collect(self) -> None:
+        """Set the largest request of the live trainers; full rows if there is none.
 
-        What is spooled while no trainer lives is for the next one, unless the last one
+        Without a live trainer, rows are spooled for the next one unless the last one
         was paused.
         """
-        wishes = set()
+        requests = set()
         for name, state in self._folder.read_readers().items():
-            seen = self._readers.setdefault(name, Freshness())
-            seen.look(state.unix)
+            heartbeat = self._readers.setdefault(name, HeartbeatMonitor())
+            heartbeat.observe(state.unix)
             if state.paused:
-                wishes.add(Collect.NOTHING)
-            elif state.running and seen.fresh:
-                wishes.add(Collect.FULL if state.collect else Collect.METADATA)
+                requests.add(Collect.NOTHING)
+            elif state.running and heartbeat.fresh:
+                requests.add(Collect.FULL if state.collect else Collect.METADATA)
         order = (Collect.FULL, Collect.METADATA, Collect.NOTHING)
-        wanted = next((wish for wish in order if wish in wishes), Collect.FULL)
-        self._reader.set_collect(wanted)
+        mode = next((each for each in order if each in requests), Collect.FULL)
+        self._reader.set_collect(mode)
 
-    def _say(self, *, running: bool = True) -> None:
+    def _write_state(self, *, running: bool = True) -> None:
         feedback = self._weights.feedback()
         refused, reason = feedback.refused_version, feedback.refused_reason
         if self._refused[0] > refused:
             refused, reason = self._refused
         state = EngineState(
-            unix=self._said,
+            unix=self._state_time,
             running=running,
             first_shard=self._writer.first,
             last_shard=self._writer.last,
@@ -284,26 +284,26 @@ class Relay:
             rows=self._writer.rows,
             dropped_rows=self._reader.stats().dropped_rows,
         )
-        now = steady_unix()  # what the shards are dated by
-        if state == self._state and abs(now - self._said) < BEAT_S:
+        now = steady_unix()  # the clock of the shards' timestamps
+        if state == self._state and abs(now - self._state_time) < BEAT_S:
             return
         self._folder.write_state(replace(state, unix=now))
-        self._said = now
+        self._state_time = now
         self._state = replace(state, unix=now)
 
     def _finish(self) -> None:
-        """Bring in what is left; a spool that fails now loses it."""
+        """Write the remaining records; they are lost if the spool fails."""
         try:
-            self._hold()
+            self._heartbeat()
         except TransportError as error:
-            # Another relay writes to this engine's part of the spool now.
+            # Another relay is writing to this engine's folder.
             logger.warning(
-                "engine %s: %s; what this relay still held is lost",
+                "engine %s: %s; the buffered records of this relay are lost",
                 self._folder.engine_id,
                 error,
             )
             return
-        self._storage_works(self._answer_purges, self._flush_all, self._say_ended)
+        self._storage_works(self._answer_purges, self._flush_all, self._write_end)
 
     def _flush_all(self) -> None:
         if self._writer.blocked:
@@ -312,19 +312,19 @@ class Relay:
         while self._writer.flush():
             pass
 
-    def _say_ended(self) -> None:
-        self._say(running=False)
+    def _write_end(self) -> None:
+        self._write_state(running=False)
 
     def _storage_works(self, *steps: Callable[[], None]) -> bool:
-        """Take each step, whether the one before failed or not; whether none did."""
+        """Run all steps, also after a failure; return whether all succeeded."""
         works = True
         for step in steps:
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - the ring is drained on
+            except Exception as error:  # noqa: BLE001 - continue to drain the ring
                 works = False
-                sentence = why_failed(error)
-                if sentence != self._failing:  # once per cause, not per try
-                    logger.error("engine %s: %s", self._folder.engine_id, sentence)
-                self._failing = sentence
+                message = failure_message(error)
+                if message != self._failing:  # log once per cause, not per attempt
+                    logger.error("engine %s: %s", self._folder.engine_id, message)
+                self._failing = message
         return works

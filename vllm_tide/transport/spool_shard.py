@@ -1,8 +1,8 @@
 """A shard of a spool: encoded records in one safetensors file, and its reader.
 
-Two tensors: ``records``, the bytes of all records one after another, and ``offsets``
-(int64 [n + 1]), where each begins. Any safetensors reader opens it. A record's bytes
-are those of the ring, so nothing is converted, nor looked at, on the way.
+Two tensors: ``records``, the concatenated bytes of all records, and ``offsets`` (int64
+[n + 1]), where each record starts. Any safetensors reader can open it. The bytes of a
+record are those of the ring: they are neither converted nor decoded by the relay.
 """
 
 from __future__ import annotations
@@ -28,71 +28,69 @@ from vllm_tide.transport.record import (
     RingSpec,
     decode,
 )
-from vllm_tide.transport.shm import MALFORMED, said
+from vllm_tide.transport.shm import MALFORMED, sanitize_for_log
 from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.tenant import NOBODY
+from vllm_tide.transport.tenant import NO_TENANT
 
 logger = logging.getLogger("vllm_tide.spool")
 
 RECORDS = "records"
 MAX_SHARD_BYTES = 1 << 28
-"""A larger file is no shard; ours have 16 MiB and one record (`ring.MAX_RECORD_BYTES`).
-"""
-# Names are read from manifests and listings: they may say anything.
+"""Maximum size of a shard; normally 16 MiB and one record (`ring.MAX_RECORD_BYTES`)."""
+# Names in manifests and listings are not validated otherwise.
 SHARD_FILE = re.compile(r"([0-9]{12})(?:-([0-9]{1,20}))?\.(json|safetensors)")
-# A shared file system may show the state before the shard: look again a few times.
+# A shared file system may show the state before the shard: retry a few times.
 _ATTEMPTS = 3
 
 
-class ShardDamaged(ValueError):  # noqa: N818 - says what it is
-    """A shard's bytes are not what its manifest says; one sentence says how."""
+class ShardDamaged(ValueError):
+    """A shard does not match its manifest; the message describes the difference."""
 
 
 class ShardBuilder:
     """Collects records for one shard."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[np.ndarray, int, int]] = []  # bytes, rows, tenant
+        self._records: list[tuple[np.ndarray, int, int]] = []  # bytes, rows, tenant
         self.num_bytes = 0
-        self.began = time.monotonic()
+        self.started = time.monotonic()
 
     @property
     def num_records(self) -> int:
-        return len(self._held)
+        return len(self._records)
 
     def add(self, body: np.ndarray) -> None:
-        """Take a record's bytes, as `RingReader.take` gives them."""
-        if not self._held:
-            self.began = time.monotonic()
+        """Add the bytes of a record, as returned by `RingReader.take`."""
+        if not self._records:
+            self.started = time.monotonic()
         about = np.frombuffer(body, META, 1)[0]
-        self._held.append((body, int(about["rows"]), int(about["tenant"])))
+        self._records.append((body, int(about["rows"]), int(about["tenant"])))
         self.num_bytes += len(body)
 
     def drop(self, tenant: int | None) -> int:
-        """Forget the records of a tenant, or with None all of them; how many."""
+        """Drop the records of a tenant (None: all records); return how many."""
         before = self.num_records
-        self._hold([h for h in self._held if tenant is not None and h[2] != tenant])
+        self._replace([r for r in self._records if tenant not in (None, r[2])])
         return before - self.num_records
 
-    def split(self, most: int) -> ShardBuilder:
-        """Take the first records out, until they have `most` bytes."""
-        ends = np.cumsum([len(body) for body, *_ in self._held])
-        first, count = ShardBuilder(), int(np.searchsorted(ends, most)) + 1
-        first._hold(self._held[:count])
-        self._hold(self._held[count:])
+    def split(self, num_bytes: int) -> ShardBuilder:
+        """Remove and return the first records, until they have `num_bytes`."""
+        ends = np.cumsum([len(body) for body, *_ in self._records])
+        first, count = ShardBuilder(), int(np.searchsorted(ends, num_bytes)) + 1
+        first._replace(self._records[:count])
+        self._replace(self._records[count:])
         return first
 
-    def _hold(self, held: list[tuple[np.ndarray, int, int]]) -> None:
-        self._held = held
-        self.num_bytes = sum(len(body) for body, *_ in held)
+    def _replace(self, records: list[tuple[np.ndarray, int, int]]) -> None:
+        self._records = records
+        self.num_bytes = sum(len(body) for body, *_ in records)
 
     def build(self, number: int, created_unix: float) -> tuple[dict[str, Any], bytes]:
-        """The shard's manifest, and its file.
+        """Return the shard's manifest and its file.
 
-        The manifest names the tenants (as the numbers records carry) so that one can
-        be purged without reading the shards.
+        The manifest lists the tenant ids, so that a purge need not read the shards.
         """
-        bodies = [body for body, *_ in self._held]
+        bodies = [body for body, *_ in self._records]
         offsets = np.cumsum([0, *map(len, bodies)], dtype=np.int64)
         records = np.concatenate(bodies)
         tensors = {
@@ -107,9 +105,9 @@ class ShardBuilder:
             "bytes": len(file),
             "crc32c": _shm.crc32c(file),
             "records": len(bodies),
-            "rows": sum(rows for _, rows, _ in self._held),
+            "rows": sum(rows for _, rows, _ in self._records),
             "created_unix": created_unix,
-            "tenants": sorted({tenant for *_, tenant in self._held} - {NOBODY}),
+            "tenants": sorted({tenant for *_, tenant in self._records} - {NO_TENANT}),
         }
         return manifest, file
 
@@ -117,48 +115,48 @@ class ShardBuilder:
 def read_shard(
     manifest: dict[str, Any], body: bytes, spec: RingSpec
 ) -> tuple[list[Record], int]:
-    """Verify a shard and decode its records; also how many did not fit the spec.
+    """Verify and decode a shard; return records and the number of invalid ones.
 
-    Each has bytes of its own, so a record that is kept does not keep the shard.
+    Each record is a separate copy, so that it does not keep the shard in memory.
 
     Raises:
-        ShardDamaged: If it is not what the manifest says.
+        ShardDamaged: The shard does not match its manifest.
     """
     try:
         if manifest["record_format"] != FORMAT_VERSION:
             raise ShardDamaged(
-                f"its records have format {said(manifest['record_format'])}, this "
-                f"process speaks {FORMAT_VERSION}: run the same vllm_tide on both sides"
+                f"record format {sanitize_for_log(manifest['record_format'])}, not "
+                f"{FORMAT_VERSION}: run the same vllm_tide on both sides"
             )
         if (len(body), _shm.crc32c(body)) != (manifest["bytes"], manifest["crc32c"]):
-            raise ShardDamaged("its bytes are not those that its manifest describes")
-        found = dict(deserialize(body))  # type: ignore[no-untyped-call]
-        offsets = np.frombuffer(found["offsets"]["data"], np.int64)
-        data = np.frombuffer(found["records"]["data"], np.uint8)
-        # Else a few bytes could be copied out again and again.
-        rise = len(offsets) > 1 and (offsets[1:] > offsets[:-1]).all()
-        if not rise or (offsets[0], offsets[-1]) != (0, len(data)):
-            raise ShardDamaged("its offsets do not rise from its start to its end")
+            raise ShardDamaged("size or checksum differ from the manifest")
+        tensors = dict(deserialize(body))  # type: ignore[no-untyped-call]
+        offsets = np.frombuffer(tensors["offsets"]["data"], np.int64)
+        data = np.frombuffer(tensors["records"]["data"], np.uint8)
+        # Overlapping records could multiply the memory of a small file.
+        ascending = len(offsets) > 1 and (offsets[1:] > offsets[:-1]).all()
+        if not ascending or (offsets[0], offsets[-1]) != (0, len(data)):
+            raise ShardDamaged("offsets do not ascend from start to end")
     except (SafetensorError, *MALFORMED) as error:
         if isinstance(error, ShardDamaged):
             raise
-        raise ShardDamaged(f"it cannot be read ({said(error)})") from error
+        raise ShardDamaged(f"unreadable ({sanitize_for_log(error)})") from error
     records: list[Record] = []
-    unfit = 0
+    invalid = 0
     for begin, end in pairwise(offsets.tolist()):
         try:
             record = decode(data[begin:end].copy().data)
             spec.check(record)
         except RecordError:
-            unfit += 1
+            invalid += 1
         else:
             records.append(record)
-    return records, unfit
+    return records, invalid
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard as it was read: its number and its records."""
+    """Number and records of a shard."""
 
     number: int
     records: list[Record]
@@ -168,8 +166,8 @@ class SpoolReader:
     """Reads one engine's shards.
 
     Attributes:
-        next_shard: Number of the shard that :meth:`fetch` gives next.
-        skipped: Shards passed over: "removed" and "damaged"; "unfit" counts records.
+        next_shard: Number of the shard that :meth:`fetch` returns next.
+        skipped: Counts of "removed" and "damaged" shards, and of "unfit" records.
     """
 
     def __init__(
@@ -181,7 +179,7 @@ class SpoolReader:
         self._failed = 0
 
     def fetch(self, state: EngineState) -> Shard | None:
-        """The next shard by the state read last; None if there is none now."""
+        """Read the next shard; None if `state` has none or it is unreadable."""
         if self.next_shard < state.first_shard:
             self._skip_to(min(state.first_shard, state.last_shard + 1))
         if self.next_shard > state.last_shard:
@@ -189,21 +187,21 @@ class SpoolReader:
         number = self.next_shard
         manifest = self._folder.read_json(manifest_name(number)) or {}
         file, body, damage = str(manifest.get("file")), None, ""
-        told = manifest.get("bytes")
-        if type(told) is int and told > MAX_SHARD_BYTES:
-            damage = f"it has {said(told)} bytes, and {MAX_SHARD_BYTES} are the most"
+        size = manifest.get("bytes")
+        if type(size) is int and size > MAX_SHARD_BYTES:
+            damage = f"size {sanitize_for_log(size)} exceeds {MAX_SHARD_BYTES} bytes"
         elif shard_number(file) == number:
-            body = self._folder.read_sized(f"{RECORDS}/{file}", told)
+            body = self._folder.read_sized(f"{RECORDS}/{file}", size)
         if body is None:
             self._failure(damage, state)
             return None
         try:
-            records, unfit = read_shard(manifest, body, self._spec)
+            records, invalid = read_shard(manifest, body, self._spec)
         except ShardDamaged as error:
             self._failure(str(error), state)
             return None
         self._failed = 0
-        self.skipped["unfit"] += unfit
+        self.skipped["unfit"] += invalid
         self.next_shard = number + 1
         return Shard(number, records)
 
@@ -214,7 +212,7 @@ class SpoolReader:
         self._failed = 0
         if damage:
             logger.warning(
-                "engine %s: shard %d is passed over: %s",
+                "engine %s: shard %d is skipped: %s",
                 self._folder.engine_id,
                 self.next_shard,
                 damage,
@@ -222,15 +220,15 @@ class SpoolReader:
             self.skipped["damaged"] += 1
             self.next_shard += 1
             return
-        # Removed meanwhile, and perhaps many more with it: one look at what is left.
+        # It was removed, possibly with many others: list the remaining shards.
         names = self._folder.store.sizes(self._folder.path(RECORDS))
-        left = [
+        remaining = [
             number
             for name in names
             if name.endswith(".json")
             and (number := shard_number(name)) > self.next_shard
         ]
-        self._skip_to(min(left, default=state.last_shard + 1))
+        self._skip_to(min(remaining, default=state.last_shard + 1))
 
     def _skip_to(self, number: int) -> None:
         self.skipped["removed"] += max(number - self.next_shard, 0)
@@ -242,6 +240,6 @@ def manifest_name(number: int) -> str:
 
 
 def shard_number(name: str) -> int:
-    """Number of the shard a file belongs to; 0 if it is no shard's file."""
-    known = SHARD_FILE.fullmatch(name)
-    return int(known[1]) if known else 0
+    """Return the shard number in a file name; 0 for other files."""
+    match = SHARD_FILE.fullmatch(name)
+    return int(match[1]) if match else 0

@@ -1,9 +1,8 @@
-"""Where a spool lies: a directory, or any store that fsspec can reach.
+"""Storage of a spool: a directory, or any store supported by fsspec.
 
-Both kinds promise the same: a file is written whole or not at all, and one that is
-listed can be read. In a directory that is write, sync, rename. An object store puts an
-object at once; where a store does neither (SFTP), a file cut short is told by its
-manifest, which is written after it.
+Files are written atomically, and a listed file can be read: in a directory by write,
+sync and rename, in an object store by put. In a store with neither (SFTP), truncated
+files are recognised by their missing manifest, which is written last.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from vllm_tide.transport.shm import TransportError
 
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 _FILLED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-# Some back ends make room for all that is asked for, whatever there is.
-_MOST_RANGE = 1 << 28
+# Some backends allocate the whole requested range.
+_MAX_RANGE = 1 << 28
 
 
 class StoreError(TransportError):
-    """The storage cannot be used just now; it may be later."""
+    """The storage is not usable at present; a retry may succeed."""
 
 
-class NotOurs(StoreError):  # noqa: N818 - says what it is
-    """The file to remove is another user's, or no plain file: it is left."""
+class ForeignFileError(StoreError):
+    """A file was not removed: it is another user's or not a regular file."""
 
 
 def open_store(url: str) -> Store:
-    """Open the store of a spool (directory, ``file://``, any URL of fsspec); make it.
+    """Open or create the store of a spool (directory, ``file://``, URL of fsspec).
 
     Raises:
-        StoreError: It cannot be used just now.
-        TransportError: Nor will it ever be with this address in this process.
+        StoreError: It is not usable at present.
+        TransportError: It cannot be used with this URL in this process.
     """
     if url.startswith("file://"):
         url = url.removeprefix("file://")
@@ -54,13 +53,13 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A directory, on a disk or a shared file system; made where it is not.
+    """A directory on a disk or a shared file system, created if missing.
 
-    A store is a flat set of files under slash-separated names; anything may raise
-    StoreError. `url` is for a user's eyes: it has no password.
+    A store is a flat set of files with slash-separated names. All methods may raise
+    StoreError. `url` is for messages and contains no password.
 
     Raises:
-        StoreError: If it cannot be used, or is open to every user.
+        StoreError: It cannot be used, or is accessible to all users.
     """
 
     def __init__(self, root: Path) -> None:
@@ -69,30 +68,30 @@ class LocalStore:
         with self._using("opened"):
             make_private(root)
             status = root.stat()
-        # A shared file system may give all that anyone writes to one user.
-        self._ours = {os.geteuid(), status.st_uid}
+        # A shared file system may map all writers to one user.
+        self._owner_uids = {os.geteuid(), status.st_uid}
         if status.st_mode & 0o007:
             raise StoreError(
-                f"tide.spool.url: {root} is open to every user and would hold text of "
-                f"requests: chmod o-rwx {root}"
+                f"tide.spool.url: {root} is accessible to all users and would expose "
+                f"request text: chmod o-rwx {root}"
             )
 
     def write(self, name: str, *parts: bytes, durable: bool = True) -> None:
-        """Make or replace a file, whole or not at all; `durable`: synced, too."""
+        """Create or replace a file atomically; sync it if `durable`."""
         path = self._root / name
         with self._using("written"):
             make_private(path.parent)
             write_private(path, *parts, durable=durable)
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """A file's bytes, `most` of them; None if there is none."""
+        """Read a file, at most `most` bytes; None if it does not exist."""
         with self._using("read", *_NO_FILE), open_plain(self._root / name) as file:
             size = os.fstat(file.fileno()).st_size
             return file.read(size if most is None else min(most, size))
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Files of a folder and their bytes; removes what dead writers left."""
+        """Return the files of a folder and their sizes; remove abandoned ones."""
         return {
             name: status.st_size
             for name, status in self._list(folder)
@@ -100,74 +99,73 @@ class LocalStore:
         }
 
     def unfinished(self, folder: str) -> list[str]:
-        """Files that are being written, or were when their writer was killed."""
+        """Return temporary files, of current and of killed writers."""
         with self._using("read", *_NO_FILE):
             return list(filter(is_temporary, os.listdir(self._root / folder)))
         return []
 
     def folders(self, folder: str) -> list[str]:
-        """The folders of a folder, sorted."""
-        found = self._list(folder)
-        return sorted(n for n, status in found if stat.S_ISDIR(status.st_mode))
+        """Return the subfolders of a folder, sorted."""
+        entries = self._list(folder)
+        return sorted(n for n, status in entries if stat.S_ISDIR(status.st_mode))
 
     def remove(self, name: str) -> None:
-        """Remove a file; fine if it is gone. Raises NotOurs where it is left."""
+        """Remove a file if it exists; raise ForeignFileError if not permitted."""
         path = self._root / name
         with self._using("cleaned up", *_NO_FILE):
             status = path.lstat()
-            linked = any(
-                p.is_symlink() for p in path.parents if self._root in p.parents
-            )
-            plain = stat.S_ISREG(status.st_mode) and not linked
-            if not plain or status.st_uid not in self._ours:
-                raise NotOurs(
+            parents = (p for p in path.parents if self._root in p.parents)
+            linked = any(p.is_symlink() for p in parents)
+            regular = stat.S_ISREG(status.st_mode) and not linked
+            if not regular or status.st_uid not in self._owner_uids:
+                raise ForeignFileError(
                     f"tide.spool.url: {path.name} in {self.url} is another user's or "
-                    "no plain file, so it is left: remove it yourself"
+                    "not a regular file and was not removed: remove it manually"
                 )
             path.unlink()
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder; fine if it is gone, or if something is in it."""
+        """Remove a folder if it exists and is empty."""
         with self._using("cleaned up", *_FILLED):
             (self._root / folder).rmdir()
 
     def _list(self, folder: str) -> list[tuple[str, os.stat_result]]:
-        found: list[tuple[str, os.stat_result]] = []
+        result: list[tuple[str, os.stat_result]] = []
         path = self._root / folder
         with self._using("read", *_NO_FILE), os.scandir(path) as entries:
-            changed = path.stat().st_mtime  # by the storage's clock, as theirs
+            changed = path.stat().st_mtime  # the storage's clock, as that of the files
             for entry in entries:
-                # One removed since the scan began is simply not listed.
-                with contextlib.suppress(FileNotFoundError, NotOurs):
+                # Ignore files that are removed during the scan.
+                with contextlib.suppress(FileNotFoundError, ForeignFileError):
                     status = entry.stat(follow_symlinks=False)
                     if not entry.name.startswith("."):
-                        found.append((entry.name, status))
+                        result.append((entry.name, status))
                     elif is_temporary(entry.name) and (
                         changed - status.st_mtime > ABANDONED_S
                     ):
                         self.remove(f"{folder}/{entry.name}")
-        return found
+        return result
 
     @contextlib.contextmanager
-    def _using(self, verb: str, *fine: int) -> Iterator[None]:
-        """Raises StoreError for an OSError, but for errors that end a use as well."""
+    def _using(self, verb: str, *ignored: int) -> Iterator[None]:
+        """Convert OSError to StoreError, except for `ignored` error numbers."""
         try:
             yield
         except OSError as error:
-            if error.errno not in fine:
+            if error.errno not in ignored:
                 raise StoreError(
                     f"tide.spool.url: {self.url} cannot be {verb} "
                     f"({error.strerror or error}): check that it exists, is yours and "
-                    "has room"
+                    "has free space"
                 ) from error
 
 
 class FsspecStore:
-    """A store behind fsspec: S3, GCS, Azure, SFTP, memory, with credentials as there.
+    """A store of fsspec: S3, GCS, Azure, SFTP, memory; credentials as for fsspec.
 
     Raises:
-        StoreError: If it cannot be reached just now.
-        TransportError: If the address is none, or a package is missing.
+        StoreError: It cannot be reached at present.
+        TransportError: The URL is invalid or a package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -176,14 +174,14 @@ class FsspecStore:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
         except ImportError as error:
             raise TransportError(
-                f"tide.spool.url: {self.url} needs fsspec: pip install fsspec, or give "
+                f"tide.spool.url: {self.url} needs fsspec: pip install fsspec, or use "
                 "a directory"
             ) from error
         try:
             with self._using("opened"):
                 self._fs, self._root = url_to_fs(url)
         except StoreError as error:
-            # A package that is missing, an unknown protocol: time mends neither.
+            # Permanent: a missing package or an unknown protocol.
             if isinstance(error.__cause__, ImportError | ValueError):
                 raise TransportError(str(error)) from error.__cause__
             raise
@@ -198,7 +196,7 @@ class FsspecStore:
     def read(self, name: str, most: int | None = None) -> bytes | None:
         path = self._at(name)
         with self._using("read"), contextlib.suppress(FileNotFoundError):
-            if most is None or most > _MOST_RANGE:
+            if most is None or most > _MAX_RANGE:
                 return bytes(self._fs.cat_file(path)[:most])
             return bytes(self._fs.cat_file(path, start=0, end=most))
         return None
@@ -226,17 +224,17 @@ class FsspecStore:
             self._fs.rm_file(self._at(name))
 
     def remove_folder(self, folder: str) -> None:
-        # OSError: something is in it.
+        # OSError: it is not empty.
         with self._using("cleaned up"), contextlib.suppress(OSError):
             self._fs.rmdir(self._at(folder))
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         path = self._at(folder)
         with self._using("read"), contextlib.suppress(FileNotFoundError):
-            self._fs.invalidate_cache()  # others write to it too
-            found = self._fs.ls(path, detail=True)
-            # Object stores list a folder's own marker among its files.
-            return [entry for entry in found if entry["name"].rstrip("/") != path]
+            self._fs.invalidate_cache()  # other processes write to it, too
+            entries = self._fs.ls(path, detail=True)
+            # Object stores list the marker of the folder itself.
+            return [entry for entry in entries if entry["name"].rstrip("/") != path]
         return []
 
     def _at(self, name: str) -> str:
@@ -246,11 +244,11 @@ class FsspecStore:
     def _using(self, verb: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - back ends raise what they like
+        except Exception as error:  # noqa: BLE001 - backends raise any exception
             raise StoreError(
                 f"tide.spool.url: {self.url} cannot be {verb} "
                 f"({type(error).__name__}: {without_credentials(str(error))}): check "
-                "the address, the access rights and that the protocol's package is "
+                "the URL, the access rights and that the protocol's package is "
                 "installed"
             ) from error
 

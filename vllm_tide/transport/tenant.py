@@ -1,10 +1,10 @@
-"""Who sent a request, as a number that does not say who.
+"""Pseudonymous tenant ids.
 
-A tenant is named by the request (``vllm_xargs``: ``tide_tenant``); what leaves the
-engine is a keyed hash of the name. The key is made once (mode 0600) and outlives a
-reboot: it lies in `tide.train.state_dir`, else in $XDG_STATE_HOME/vllm_tide. Engines
-that share it give a tenant the same id, and who cannot read it can neither guess a name
-from an id nor an id from a name.
+The request contains the tenant's name (``vllm_xargs``: ``tide_tenant``). Only a keyed
+hash of the name leaves the engine. The key is created once (mode 0600) and survives a
+reboot in `tide.train.state_dir`, or else in $XDG_STATE_HOME/vllm_tide. Engines with the
+same key give a tenant the same id. Without the key, a name cannot be derived from an id
+nor an id from a name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide")
 
-NOBODY = 0
+NO_TENANT = 0
 """Id of requests without a tenant."""
 
 KEY_BYTES = 32
@@ -33,8 +33,8 @@ _FILE = "tenants.key"
 
 
 def tenant_id(name: str, key: bytes) -> int:
-    """Id of a tenant: a u64 that is never :data:`NOBODY`."""
-    # surrogatepass: JSON can carry what UTF-8 cannot, and that must not raise here.
+    """Return the id of a tenant, a u64 other than :data:`NO_TENANT`."""
+    # surrogatepass: JSON may contain lone surrogates, which must not raise here.
     text = name.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(text, digest_size=8, key=key, person=b"tide_tenant")
     return int.from_bytes(digest.digest(), "little") or 1
@@ -47,15 +47,15 @@ def key_id(key: bytes) -> str:
 def tenant_key(
     run_dir: Path, state_dir: str | None = None, *, create: bool = True
 ) -> bytes:
-    """The key, made by the first engine.
+    """Return the key, which the first engine creates.
 
     Args:
-        run_dir: Run directory: a key that lies there is moved, and where
-            `state_dir` or the user's home cannot be written it stays.
-        create: Make it when it is not there.
+        run_dir: Run directory. A key in it is moved to `state_dir` or the user's state
+            directory, or stays if neither can be written.
+        create: Create the key if it does not exist.
 
     Raises:
-        TransportError: If the directory is unfit, or the file damaged or not there.
+        TransportError: The directory is unusable, or the file damaged or missing.
     """
     folder = state_folder(run_dir, state_dir)
     path, before = folder / _FILE, run_dir / _FILE
@@ -63,20 +63,20 @@ def tenant_key(
         remove_abandoned(folder)
     if not (create or os.path.exists(path) or before.exists()):
         raise TransportError(
-            f"no engine has named tenants in {folder}: give --run-dir of the engine, "
-            "or --state-dir where tide.train.state_dir is set"
+            f"no tenant key in {folder}: give --run-dir of the engine, or --state-dir "
+            "if tide.train.state_dir is set"
         )
     try:
         try:
             _provide(path, before)
         except OSError:
-            if not os.path.exists(path):  # else another start has just moved it
+            if not os.path.exists(path):  # else another process has just moved it
                 path = prepare_run_dir(run_dir) / _FILE
                 _provide(path, before)
-                said = "%s may not outlive a reboot: set tide.train.state_dir"
-                logger.warning(said, path)
+                message = "%s may not survive a reboot: set tide.train.state_dir"
+                logger.warning(message, path)
         if path.stat().st_uid != os.geteuid():
-            raise TransportError(f"{path} is another user's: remove it")
+            raise TransportError(f"{path} belongs to another user: remove it")
         key = bytes.fromhex(path.read_text(encoding="ascii"))
     except OSError as error:
         raise TransportError(f"cannot use {path}: {error.strerror}") from error
@@ -84,16 +84,16 @@ def tenant_key(
         key = b""
     if len(key) != KEY_BYTES:
         raise TransportError(
-            f"{path} is damaged: remove it (the ids of all tenants change then)"
+            f"{path} is damaged: remove it (this changes the ids of all tenants)"
         )
     return key
 
 
 def _provide(path: Path, before: Path) -> None:
-    if os.path.exists(path):  # Path's raises in a folder that cannot be searched
+    if os.path.exists(path):  # Path.exists raises in an unreadable folder
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    moved = before.read_bytes() if before.exists() else b""
-    write_once(path, moved or secrets.token_hex(KEY_BYTES).encode())
-    if moved and path.read_bytes() == moved:
+    old = before.read_bytes() if before.exists() else b""
+    write_once(path, old or secrets.token_hex(KEY_BYTES).encode())
+    if old and path.read_bytes() == old:
         before.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""The weights segment: drafts from one trainer to the engine, and its answer back.
+"""The weights segment: drafts from a trainer to the engine, and the engine's feedback.
 
-Two slots. The trainer writes the one that does not hold the latest version, under a
-sequence number that is odd meanwhile, and only then stores the version: a trainer
-killed at any moment leaves the latest publication readable. The engine reads in the
-worker's staging thread (``WeightsSegment``), copies a slot out, and verifies the copy.
+It has two slots. The trainer writes the slot without the latest version, with an odd
+sequence number during the write, and stores the version last: if the trainer is killed,
+the latest publication stays readable. The engine reads in the worker's staging thread
+(``WeightsSegment``): it copies a slot and verifies the copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vllm_tide.transport.publication import (
     WeightsRefused,
 )
 from vllm_tide.transport.shm import (
+    ATOMICS_AT,
     DATA_AT,
     LINE_BYTES,
     PAGE_BYTES,
-    WORDS_AT,
     Segment,
     TransportError,
-    peek_words,
-    word_of,
+    atomic_of,
+    peek_atomics,
 )
 
 __all__ = [
@@ -56,30 +56,30 @@ SLOT_HEAD = struct.Struct("<8sQQ32s")
 BLOB_AT = 64  # of a slot
 
 
-class _Word(IntEnum):
+class _Atomic(IntEnum):
     LATEST = 0
     SEQUENCE = 1  # of slot 0; slot 1 follows
     WRITER = 3
     WRITER_NAMESPACE = 4
     WRITER_BEAT = 5
     ENGINE_BEAT = 6
-    FEEDBACK = 8  # a line and a half; its CRC tells a torn one
+    FEEDBACK = 8  # 1.5 cache lines; the CRC detects torn reads
 
 
-# installed version, refused version, last pause (ms), reason, CRC of what is before
+# installed version, refused version, last pause (ms), reason, CRC of these
 _FEEDBACK = struct.Struct("<QQd64sI")
-_FEEDBACK_AT = WORDS_AT + _Word.FEEDBACK * LINE_BYTES
+_FEEDBACK_AT = ATOMICS_AT + _Atomic.FEEDBACK * LINE_BYTES
 
 
 @dataclass(frozen=True)
 class WeightsFeedback:
-    """Counts of what the engine did with the publications.
+    """The engine's report on the publications.
 
     Args:
-        refused_version: The last one refused, 0 if none.
-        refused_reason: Why, empty if none.
-        engine_alive: Whether the engine that owns the segment lives.
-        swap_pause_ms_last: How long the last installation held serving up.
+        refused_version: Last refused version, 0 if none.
+        refused_reason: Reason of the refusal, empty if none.
+        engine_alive: Whether the engine that created the segment is alive.
+        swap_pause_ms_last: Pause of serving in the last installation (ms).
     """
 
     installed_version: int
@@ -95,8 +95,8 @@ class WeightsPeek:
 
     Attributes:
         latest_version: Newest publication; 0 if there is none.
-        feedback: What the engine reported, alive by its heartbeat; None while it is
-            being written.
+        feedback: The engine's report, `engine_alive` by its heartbeat; None while it
+            is being written.
     """
 
     latest_version: int
@@ -107,20 +107,18 @@ def _slot_bytes(segment: Segment) -> int:
     return (segment.header.size_bytes - DATA_AT) // 2
 
 
-def _attached(name: str) -> Segment:
+def _attach(name: str) -> Segment:
     segment = Segment.attach(name, MAGIC, publication.FORMAT_VERSION)
     if _slot_bytes(segment) < PAGE_BYTES:
         segment.close()
-        raise TransportError(
-            f"segment {name} has no room for slots: restart its engine"
-        )
+        raise TransportError(f"segment {name} is too small: restart its engine")
     return segment
 
 
 class WeightsSegment:
-    """The engine's end; raises nothing but :class:`WeightsRefused`, and never blocks.
+    """The engine's side; never blocks, and raises only :class:`WeightsRefused`.
 
-    Several ranks may read: rank 0 creates it, the others attach.
+    Several ranks may read: rank 0 creates the segment, the others attach.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -131,50 +129,50 @@ class WeightsSegment:
 
     @property
     def lost(self) -> bool:
-        """True if it was cut short, or its name is gone: nobody can join it."""
+        """Whether it was truncated or unlinked, so that no process can attach."""
         return self._segment.lost()
 
     @classmethod
     def create(cls, slot_bytes: int) -> WeightsSegment:
-        """Create a segment; unlinked by :meth:`close`, at the latest at exit.
+        """Create a segment, unlinked by :meth:`close` or at exit.
 
         Args:
-            slot_bytes: Room for one publication; twice the draft's bytes and 1 MiB
-                is plenty.
+            slot_bytes: Size of a publication; twice the draft's bytes plus 1 MiB is
+                sufficient.
 
         Raises:
-            TransportError: If the memory is not to be had.
+            TransportError: The memory cannot be allocated.
         """
         slot_bytes = max(-(-slot_bytes // PAGE_BYTES), 1) * PAGE_BYTES
         version = publication.FORMAT_VERSION
         segment = Segment.create("weights", MAGIC, version, {}, 2 * slot_bytes)
-        segment.store(_Word.WRITER_NAMESPACE, pid_namespace())
-        made = cls(segment)
-        made.report(0)
-        return made
+        segment.store(_Atomic.WRITER_NAMESPACE, pid_namespace())
+        weights = cls(segment)
+        weights.report(0)
+        return weights
 
     @classmethod
     def attach(cls, name: str) -> WeightsSegment:
-        """Read a segment that another rank created.
+        """Attach to a segment that another rank created.
 
         Raises:
-            TransportError: One sentence: absent, foreign, damaged or another version.
+            TransportError: It is missing, damaged, of another user or version.
         """
-        return cls(_attached(name))
+        return cls(_attach(name))
 
     def latest_version(self) -> int:
-        """Version of the latest publication; 0 if there is none (or no memory)."""
+        """Return the version of the latest publication; 0 if none or unreadable."""
         # ValueError: another thread closed the segment between the check and the load.
         with contextlib.suppress(ValueError):
             if self._segment.intact():
-                return self._segment.load(_Word.LATEST)
+                return self._segment.load(_Atomic.LATEST)
         return 0
 
     def read(self) -> Publication:
-        """Copy the latest publication out and verify it.
+        """Copy and verify the latest publication.
 
         Raises:
-            WeightsRefused: empty, torn, truncated, format, sha256 or stale.
+            WeightsRefused: With reason empty, torn, truncated, format, sha256 or stale.
         """
         for _ in range(_READ_ATTEMPTS):
             version = self.latest_version()
@@ -188,17 +186,17 @@ class WeightsSegment:
                 raise WeightsRefused(
                     "stale", f"version {version} is older than {self._last_read}"
                 )
-            found = self.read_version(version)
-            if found is not None:
+            latest = self.read_version(version)
+            if latest is not None:
                 self._last_read = version
-                return found
-        raise WeightsRefused("torn", f"version {version} is in no slot")
+                return latest
+        raise WeightsRefused("torn", f"no slot contains version {version}")
 
     def read_version(self, version: int) -> Publication | None:
-        """Copy a version out, the latest or not; None if no slot holds it now.
+        """Copy and verify a version; None if no slot contains it.
 
         Raises:
-            WeightsRefused: truncated, format or sha256.
+            WeightsRefused: With reason truncated, format or sha256.
         """
         try:
             for slot in (0, 1):
@@ -218,7 +216,7 @@ class WeightsSegment:
         reason: str = "",
         swap_pause_ms: float = 0.0,
     ) -> None:
-        """Tell the trainer what serves now, and what was refused and why."""
+        """Store the feedback: the version being served, and the last refusal."""
         label = reason.encode("ascii", "replace")[:64]
         pack = _FEEDBACK.pack
         body = pack(installed_version, refused_version, swap_pause_ms, label, 0)[:-4]
@@ -230,67 +228,67 @@ class WeightsSegment:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Say that the engine lives (needed where its pid cannot be looked up)."""
+        """Store the engine's heartbeat, for processes that cannot check its pid."""
         with contextlib.suppress(ValueError):  # as in latest_version
             if self._segment.intact():
-                self._segment.store(_Word.ENGINE_BEAT, time.monotonic_ns())
+                self._segment.store(_Atomic.ENGINE_BEAT, time.monotonic_ns())
 
     def unlink(self) -> None:
-        """Take the name away; see :meth:`Segment.unlink`."""
+        """Unlink the segment; see :meth:`Segment.unlink`."""
         self._segment.unlink()
 
     def close(self) -> None:
         self._segment.close()
 
     def _read_slot(self, slot: int, version: int) -> DraftBlob | None:
-        """A private copy of a slot; None if it is another's or changed meanwhile."""
+        """Copy a slot; None if it has another version or changed during the copy."""
         segment = self._segment
-        before = segment.load(_Word.SEQUENCE + slot)
+        before = segment.load(_Atomic.SEQUENCE + slot)
         start = DATA_AT + slot * self._slot_bytes
-        magic, held, size, digest = SLOT_HEAD.unpack(
+        magic, slot_version, size, digest = SLOT_HEAD.unpack(
             bytes(segment.buf[start : start + SLOT_HEAD.size])
         )
-        if before % 2 or magic != SLOT_MAGIC or held != version:
+        if before % 2 or magic != SLOT_MAGIC or slot_version != version:
             return None
         if size > self._slot_bytes - BLOB_AT:
             raise WeightsRefused(
-                "truncated", f"version {version} claims to be larger than its slot"
+                "truncated", f"version {version} is larger than its slot"
             )
-        # One pass without the interpreter lock; what is verified is the copy.
+        # One pass without the GIL; the copy is verified.
         copy = np.empty(-(-size // 8) * 8, np.uint8)
         at = start + BLOB_AT
         _shm.gather(copy, 0, (segment.buf[at : at + size],))
-        if segment.load(_Word.SEQUENCE + slot) != before:
+        if segment.load(_Atomic.SEQUENCE + slot) != before:
             return None
         return DraftBlob(version, digest, copy[:size])
 
 
 class WeightsWriter:
-    """The trainer's end; raises :class:`TransportError`."""
+    """The trainer's side; raises :class:`TransportError`."""
 
     def __init__(self, segment: Segment) -> None:
         self.name = segment.name
         self._segment = segment
         self._slot_bytes = _slot_bytes(segment)
         self._feedback = WeightsFeedback(0, 0, "", True, 0.0)
-        self._last_published = segment.load(_Word.LATEST)
+        self._last_published = segment.load(_Atomic.LATEST)
 
     @property
     def intact(self) -> bool:
-        """False if the segment was cut short."""
+        """Whether the segment still has its full size."""
         return self._segment.intact()
 
     @classmethod
     def attach(cls, name: str) -> WeightsWriter:
-        """Become the one writer of a segment.
+        """Become the writer of a segment.
 
         Raises:
-            TransportError: One sentence: absent, foreign, damaged, another version, or
-                another live trainer.
+            TransportError: It is missing, damaged, of another user or version, or has
+                a live trainer.
         """
-        segment = _attached(name)
+        segment = _attach(name)
         try:
-            segment.claim(_Word.WRITER, "trainer")
+            segment.claim(_Atomic.WRITER, "trainer")
         except TransportError:
             segment.close()
             raise
@@ -298,12 +296,12 @@ class WeightsWriter:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of a draft."""
+        """Maximum size of a draft (bytes)."""
         return self._slot_bytes - BLOB_AT
 
     @property
     def latest_version(self) -> int:
-        """The highest version published so far, by this or an earlier trainer."""
+        """The highest version published by this or an earlier trainer."""
         return self._last_published
 
     def publish(
@@ -314,23 +312,23 @@ class WeightsWriter:
         parent_version: int,
         meta: dict[str, Any],
     ) -> None:
-        """Put a draft into the free slot, then make it the latest.
+        """Write a draft to the free slot and make it the latest version.
 
         Args:
-            tensors: By name: dtype as torch names it, shape, and its bytes.
-            version: Greater than every version before it.
+            tensors: By name: torch dtype name, shape, and bytes.
+            version: Greater than every earlier version.
 
         Raises:
-            TransportError: If the segment is gone, too small, or ahead of `version`.
-            ValueError: If a tensor contradicts itself.
+            TransportError: The segment is lost, too small, or has a newer version.
+            ValueError: The size or dtype of a tensor is invalid.
         """
         self.put(publication.encode(tensors, version, parent_version, meta))
 
     def put(self, blob: DraftBlob) -> None:
-        """Put a draft's bytes into the free slot, then make it the latest.
+        """Write a serialised draft to the free slot and make it the latest version.
 
         Raises:
-            TransportError: If the segment is gone, too small, or ahead of its version.
+            TransportError: The segment is lost, too small, or has a newer version.
         """
         self._require_intact()
         segment, version, latest = self._segment, blob.version, self._last_published
@@ -338,56 +336,55 @@ class WeightsWriter:
             raise TransportError(f"version {version} is not newer than {latest}")
         if version > publication.MAX_VERSION:
             raise TransportError(
-                f"version {version} is past the last one there is: restart the engine"
+                f"version {version} exceeds the maximum: restart the engine"
             )
         size = len(blob.data)
         if size > self.max_bytes:
             raise TransportError(
-                f"version {version} takes {size} bytes and a slot has "
-                f"{self.max_bytes}: give the engine's weights segment "
-                "larger slots"
+                f"version {version} has {size} bytes, a slot has {self.max_bytes}: "
+                "enlarge the slots of the engine's weights segment"
             )
-        segment.hold(_Word.WRITER, "trainer")
+        segment.renew_claim(_Atomic.WRITER, "trainer")
         slot = 1 if latest and self._version_in(0) == latest else 0
         start = DATA_AT + slot * self._slot_bytes
-        word = WORDS_AT + (_Word.SEQUENCE + slot) * LINE_BYTES
-        # Odd while writing; a writer killed here left it odd already.
-        odd = segment.load(_Word.SEQUENCE + slot) % 2
-        _shm.fetch_add(segment.buf, word, 2 if odd else 1)
-        head = SLOT_HEAD.pack(SLOT_MAGIC, version, size, blob.sha256)
-        segment.buf[start : start + len(head)] = head
+        sequence = ATOMICS_AT + (_Atomic.SEQUENCE + slot) * LINE_BYTES
+        # Odd while writing; already odd if a previous writer was killed here.
+        odd = segment.load(_Atomic.SEQUENCE + slot) % 2
+        _shm.fetch_add(segment.buf, sequence, 2 if odd else 1)
+        slot_header = SLOT_HEAD.pack(SLOT_MAGIC, version, size, blob.sha256)
+        segment.buf[start : start + len(slot_header)] = slot_header
         at = start + BLOB_AT
         segment.buf[at : at + size] = memoryview(blob.data)
-        _shm.fetch_add(segment.buf, word, 1)
-        segment.store(_Word.LATEST, version)
+        _shm.fetch_add(segment.buf, sequence, 1)
+        segment.store(_Atomic.LATEST, version)
         self._last_published = version
 
     def feedback(self) -> WeightsFeedback:
-        """What the engine last reported; the one before while it is writing.
+        """Return the engine's last feedback, the previous one during a write.
 
         Raises:
-            TransportError: If the segment was truncated or closed.
+            TransportError: The segment was truncated or closed.
         """
         self._require_intact()
         segment = self._segment
-        alive = segment.owner_alive(_Word.ENGINE_BEAT)
+        alive = segment.owner_alive(_Atomic.ENGINE_BEAT)
         raw = bytes(segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + _FEEDBACK.size])
         last = replace(self._feedback, engine_alive=alive)
-        self._feedback = _told(raw, alive) or last
+        self._feedback = _parse_feedback(raw, alive) or last
         return self._feedback
 
     def heartbeat(self) -> None:
-        """Say that the trainer lives.
+        """Renew the trainer's heartbeat.
 
         Raises:
-            TransportError: If another trainer holds the segment now.
+            TransportError: Another trainer has claimed the segment.
         """
         if self._segment.intact():
-            self._segment.hold(_Word.WRITER, "trainer")
+            self._segment.renew_claim(_Atomic.WRITER, "trainer")
 
     def close(self) -> None:
         if self._segment.intact():
-            self._segment.release(_Word.WRITER)
+            self._segment.release(_Atomic.WRITER)
         self._segment.close()
 
     def _version_in(self, slot: int) -> int:
@@ -404,18 +401,18 @@ class WeightsWriter:
 
 
 def peek_weights(name: str) -> WeightsPeek | None:
-    """State of a weights segment; None if it is gone, another user's or damaged."""
-    found = peek_words(name, MAGIC)
-    if found is None:
+    """Return the state of a segment; None if missing, damaged or of another user."""
+    peeked = peek_atomics(name, MAGIC)
+    if peeked is None:
         return None
-    words = found[1]
-    raw = words[_FEEDBACK_AT - WORDS_AT :][: _FEEDBACK.size]
-    alive = heartbeat_is_fresh(word_of(words, _Word.ENGINE_BEAT))
-    return WeightsPeek(word_of(words, _Word.LATEST), _told(raw, alive))
+    page = peeked[1]
+    raw = page[_FEEDBACK_AT - ATOMICS_AT :][: _FEEDBACK.size]
+    alive = heartbeat_is_fresh(atomic_of(page, _Atomic.ENGINE_BEAT))
+    return WeightsPeek(atomic_of(page, _Atomic.LATEST), _parse_feedback(raw, alive))
 
 
-def _told(raw: bytes, alive: bool) -> WeightsFeedback | None:
-    """Unpacks what the engine reported; None while it is being written."""
+def _parse_feedback(raw: bytes, alive: bool) -> WeightsFeedback | None:
+    """Decode the engine's feedback; None while it is being written."""
     installed, refused, pause, label, crc = _FEEDBACK.unpack(raw)
     if crc != _shm.crc32c(raw[:-4]):
         return None

@@ -1,12 +1,13 @@
-"""Drives real `vllm serve` processes over HTTP and measures what they do.
+"""Benchmark client that drives real `vllm serve` processes over HTTP.
 
-Runs outside the server, as an ordinary client: nothing here imports vLLM, and nothing
-here runs in a serving process. An experiment is one module of `bench.suites`.
+The client runs outside the server, as an ordinary HTTP client. Only `time_slices`
+imports vLLM. An experiment is one module of `bench.suites`.
 
-* `options`, `session`: what a suite is asked for; its report, clock and arms;
-* `models`, `arms`, `server`: what is served; arms, and their servers;
-* `stream`, `client`, `measure`, `arm`: what is sent, and how;
+* `options`, `session`: options of a suite; its report, clock and arms;
+* `models`, `arms`, `server`: served models, arms and their servers;
+* `stream`, `client`, `measure`, `arm`: the requests, and how they are sent;
+* `interleave`, `time_slices`: arms that alternate on the same cores;
 * `scrape`, `trainers`: the server's metrics, the trainers' status and events;
-* `summary`, `identity`: figures of an arm; are the outputs the same;
-* `plots`: what a person gets.
+* `summary`, `identity`: figures of an arm, comparison of outputs;
+* `plots`, `quickstart_report`: output for the user.
 """

@@ -1,4 +1,4 @@
-"""One arm: a server, the whole stream, the counters around it, and a live view."""
+"""Run of one arm: server, request stream, counters, and a live view."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WINDOW_SAMPLES = 6
 
 @dataclass(slots=True)
 class LiveView:
-    """Draws the progress of one arm."""
+    """Progress display of one arm."""
 
     arm: str
     num_requests: int
@@ -103,17 +103,17 @@ class LiveView:
 
     def _draw(self, row: Mapping[str, str]) -> None:
         widths = [max(len(k), len(v), 8) for k, v in row.items()]
-        head = "  ".join(k.rjust(w) for k, w in zip(row, widths, strict=True))
+        names = "  ".join(k.rjust(w) for k, w in zip(row, widths, strict=True))
         body = "  ".join(v.rjust(w) for v, w in zip(row.values(), widths, strict=True))
         if self._drawn_lines:
             self.out.write(f"\x1b[{self._drawn_lines}A")
-        lines = [f"arm {self.arm}", head, body]
+        lines = [f"arm {self.arm}", names, body]
         self.out.write("".join(f"\x1b[2K{line}\n" for line in lines))
         self.out.flush()
         self._drawn_lines = len(lines)
 
 
-# The API server adds a step's counts after it has handed out the step's tokens.
+# The API server updates its counters after it has sent the step's tokens.
 SETTLE_S = 0.5
 TRAINER_TIMEOUT_S = 180.0
 WARM_UP_TOKENS = 48
@@ -135,9 +135,9 @@ class ArmOptions:
 class Hooks:
     """A suite's callbacks while an arm runs."""
 
-    # Given every periodic reading of the metrics.
+    # Called with every periodic reading of the metrics.
     on_sample: Callable[[Scrape], None] = lambda _: None
-    # Given every request that ended.
+    # Called with every finished request.
     on_result: Callable[[RequestResult], None] = lambda _: None
     # Called after each segment, while nothing is in flight.
     between: Callable[[SegmentRun], None] = lambda _: None
@@ -163,7 +163,7 @@ async def warm_up(session: aiohttp.ClientSession, url: str) -> None:
 
 
 def has_trainer(run_dir: Path) -> bool:
-    """True if a trainer has joined its engine."""
+    """Return whether a trainer has attached to its engine."""
     states = [status.get("state") for status in trainer_statuses(run_dir)]
     return any(state not in (None, "starting") for state in states)
 
@@ -171,7 +171,7 @@ def has_trainer(run_dir: Path) -> bool:
 def wait_for_trainer(
     run_dir: Path, view: LiveView, timeout_s: float = TRAINER_TIMEOUT_S
 ) -> float:
-    """Waits until the trainer has attached to the ring; returns the seconds."""
+    """Wait until the trainer has attached to the ring; return the seconds."""
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < timeout_s:
         if has_trainer(run_dir):
@@ -211,10 +211,10 @@ async def drive(
     hooks: Hooks = NO_HOOKS,
     limit_s: float | None = None,
 ) -> tuple[list[SegmentRun], list[Scrape]]:
-    """Warms the server up and replays the stream; returns segments and readings.
+    """Warm up the server and replay the stream; return segments and readings.
 
     Raises:
-        TimeoutError: It took longer than `limit_s`.
+        TimeoutError: The replay took longer than `limit_s`.
     """
     async with asyncio.timeout(limit_s), make_session() as session:
         await warm_up(session, server.url)
@@ -236,7 +236,7 @@ async def drive(
         watcher = asyncio.create_task(scraper.run(session, on_sample))
         replayed = asyncio.create_task(replay_all())
         try:
-            # A watcher that fails must not be found out at the stream's end.
+            # Report a failure of the watcher at once, not at the end of the stream.
             done, _ = await asyncio.wait(
                 {watcher, replayed}, return_when=asyncio.FIRST_COMPLETED
             )
@@ -259,16 +259,16 @@ def _check_trainer(server: VllmServer, run: ArmRun, expected: bool) -> None:
         run.problems.append("a trainer ran in an arm that has none")
 
 
-def owned_segments(run_dir: Path | None) -> list[Path]:
-    """Shared-memory segments that the run's engines own."""
+def segment_paths(run_dir: Path | None) -> list[Path]:
+    """Return the shared-memory segments of the run's engines."""
     manifests = read_manifests(run_dir) if run_dir and run_dir.exists() else []
     names = [name for m in manifests for name in (m.ring, m.weights)]
-    # An engine that captures or swaps nothing has no segment for it.
+    # An engine without capture or swaps has no segment for it.
     return [Path("/dev/shm") / name for name in names if name]
 
 
 def run_arm(options: ArmOptions, stream: Sequence[StreamRequest]) -> ArmRun:
-    """Starts a server, replays the stream, stops the server."""
+    """Start a server, replay the stream, stop the server."""
     view = LiveView(options.name, len(stream), options.run_dir)
     watch = TrainerWatch(options.run_dir)
 
@@ -293,7 +293,7 @@ def close_arm(
     watch: TrainerWatch,
     at_start: dict[str, float],
 ) -> None:
-    """Notes in the run how its server and trainer ended up; stops the server."""
+    """Record the final state of server and trainer in the run; stop the server."""
     finish(server, run, at_start)
     _check_trainer(server, run, options.expect_trainer)
     run.trainers = trainer_statuses(options.run_dir)
@@ -302,7 +302,7 @@ def close_arm(
 
 
 def finish(server: VllmServer, run: ArmRun, at_start: dict[str, float]) -> None:
-    """Notes in the run where the server's threads and memory are at the end."""
+    """Record misplaced threads and memory use at the end of the run."""
     run.problems += [f"not pinned: {thread}" for thread in server.misplaced_threads()]
     memory = {"at_start": at_start, "at_end": server.memory_mib().get("engine", {})}
     memory |= {f"peak_{role}": peak for role, peak in server.peak_mib.items()}
@@ -313,10 +313,10 @@ def finish(server: VllmServer, run: ArmRun, at_start: dict[str, float]) -> None:
 
 
 def stop(server: VllmServer, run: ArmRun, run_dir: Path | None) -> None:
-    """Stops the server and notes in the run what it left behind."""
+    """Stop the server and record leaked shared memory in the run."""
     if not server.alive():
         run.problems.append("the server died")
-    owned = owned_segments(run_dir)
+    owned = segment_paths(run_dir)
     if not server.stop():
         run.problems.append("the server had to be killed")
     left = [path.name for path in owned if path.exists()]
@@ -326,7 +326,7 @@ def stop(server: VllmServer, run: ArmRun, run_dir: Path | None) -> None:
 
 @dataclass(slots=True)
 class SegmentRun:
-    """One drained segment: its requests, and the counters at both edges."""
+    """One drained segment: its requests, and the counters before and after."""
 
     name: str
     start: Scrape
@@ -355,7 +355,7 @@ class ArmRun:
     problems: list[str] = field(default_factory=list)
     # Last status file of each trainer.
     trainers: list[dict[str, object]] = field(default_factory=list)
-    # Of the trainers' event logs, `t_s` since the run's start.
+    # Events of all trainers; `t_s` is seconds since the run's start.
     events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -365,5 +365,5 @@ class ArmRun:
     @property
     def rollbacks(self) -> list[dict[str, Any]]:
         keys = "unix", "version", "to", "reason"
-        found = [event for event in self.events if event["event"] == "rollback"]
-        return [{key: event.get(key) for key in keys} for event in found]
+        events = [event for event in self.events if event["event"] == "rollback"]
+        return [{key: event.get(key) for key in keys} for event in events]

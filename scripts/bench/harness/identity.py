@@ -1,13 +1,13 @@
 """Token by token comparison of the greedy outputs of two arms.
 
-Batches differ between arms, so sums are rounded differently, and where two tokens have
-practically the same logit the argmax may fall either way. A first difference is
-therefore re-scored: the target is run over the common prefix once in the served type
-and once in a wider one. The largest deviation between the two over the vocabulary is
-the rounding error of this very row. An arm that falls the other way has both candidates
-off by at most that much, in opposite directions, hence the factor 2. A difference whose
-candidates are closer than that to the best logit is a near tie; any other is a wrong
-output. After its first difference a request is not compared further.
+Batches differ between arms, so sums are rounded differently, and the argmax of two
+nearly equal logits may differ. A first difference is therefore re-scored: the target
+runs over the common prefix once in the served type and once in a wider one. The largest
+deviation between the two over the vocabulary is the rounding error of this row. Each of
+the two candidates may be off by at most this error, in opposite directions, hence the
+factor 2. A difference is a near tie if both candidates are within that distance of the
+best logit; otherwise the output is wrong. A request is compared up to its first
+difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE_ERRORS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First place where a request's outputs in two arms differ."""
+    """First difference between a request's outputs in two arms."""
 
     arms: tuple[str, str]
     index: int  # of the request in the stream
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """A difference with what the target says about its two candidates."""
+    """A difference with the target's logits of its two candidates."""
 
     difference: Difference
     logit_gap: float  # between the two candidates, in the wider type
@@ -57,7 +57,7 @@ class Rescored:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First position where two outputs differ; None if they are equal."""
+    """Return the first position where two outputs differ; None if equal."""
     for position, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return position
@@ -69,10 +69,10 @@ def compare(
     left: Sequence[RequestResult],
     right: Sequence[RequestResult],
 ) -> list[Difference]:
-    """Compares two arms; requests that failed are counted elsewhere and left out."""
+    """Compare two arms; skip failed requests, which are counted elsewhere."""
     if [r.index for r in left] != [r.index for r in right]:
         raise ValueError(f"arms {names[0]} and {names[1]} ran different streams")
-    found = []
+    differences = []
     for a, b in zip(left, right, strict=True):
         if not (a.ok and b.ok):
             continue
@@ -85,17 +85,17 @@ def compare(
             raise ValueError(f"request {a.index} is shorter in one arm")
         tokens = (a.token_ids[position], b.token_ids[position])
         prefix = (*a.prompt_token_ids, *a.token_ids[:position])
-        found.append(Difference(names, a.index, position, tokens, prefix))
-    return found
+        differences.append(Difference(names, a.index, position, tokens, prefix))
+    return differences
 
 
 def compare_arms(arms: Mapping[str, Sequence[RequestResult]]) -> list[Difference]:
-    """Compares every arm with the first one."""
+    """Compare every arm with the first one."""
     names = list(arms)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for name in names[1:]:
-        found += compare((names[0], name), arms[names[0]], arms[name])
-    return found
+        differences += compare((names[0], name), arms[names[0]], arms[name])
+    return differences
 
 
 # Returns one row of logits in the served type and in the wider one.
@@ -103,12 +103,12 @@ Scorer = Callable[[Sequence[int]], tuple[Sequence[float], Sequence[float]]]
 
 
 def rescore(difference: Difference, scorer: Scorer) -> Rescored:
-    """Decides if a difference is a near tie."""
+    """Decide whether a difference is a near tie."""
     served, wide = scorer(difference.prefix)
     error = max(abs(a - b) for a, b in zip(served, wide, strict=True))
     first, second = (wide[token] for token in difference.tokens)
     below = max(wide) - min(first, second)
-    # Both candidates must be at the top: a gap between two losers excuses nothing.
+    # Both candidates must be near the best logit, not only near each other.
     near = below <= TOLERANCE_ERRORS * error
     return Rescored(difference, abs(first - second), below, error, near)
 
@@ -133,7 +133,7 @@ def transformers_scorer(target: Path, dtype: str) -> Scorer:
 def rescore_all(
     differences: Sequence[Difference], target: Path, dtype: str
 ) -> list[Rescored]:
-    """Re-scores differences; the target is loaded only if there are any."""
+    """Re-score differences; load the target only if there are any."""
     if not differences:
         return []
     scorer = transformers_scorer(target, dtype)
@@ -150,18 +150,18 @@ def identity_of(
     dtype: str,
     rescore: Rescore = rescore_all,
 ) -> dict[str, Any]:
-    """Compares every arm with the first one, on the requests that both ran."""
-    given = {name: results for name, results in arms.items() if results}
-    if len(given) < 2:
+    """Compare every arm with the first one, on the requests of both."""
+    measured = {name: results for name, results in arms.items() if results}
+    if len(measured) < 2:
         return {"compared_with": None, "arms": {}, "differences": []}
-    first, *others = given
-    found: list[Difference] = []
+    first, *others = measured
+    differences: list[Difference] = []
     compared: dict[str, int] = {}
     for name in others:
-        left, right = _common(given[first], given[name])
+        left, right = _common(measured[first], measured[name])
         compared[name] = sum(a.ok and b.ok for a, b in zip(left, right, strict=True))
-        found += compare((first, name), left, right)
-    rescored = rescore(found, target, dtype)
+        differences += compare((first, name), left, right)
+    rescored = rescore(differences, target, dtype)
     verdicts = {}
     for name in others:
         mine = [item for item in rescored if item.difference.arms[1] == name]
@@ -177,7 +177,7 @@ def identity_of(
 
 
 def identity_problems(identity: Mapping[str, Any], where: str = "") -> list[str]:
-    """Sentence for each arm whose outputs differ."""
+    """Return a sentence for each arm with different outputs."""
     return [
         f"{where}{name}: outputs differ from {identity['compared_with']} "
         f"({verdict['wrong']} not near ties)"

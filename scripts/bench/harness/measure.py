@@ -1,4 +1,4 @@
-"""A visit to a ready server: a set of requests, served to their ends."""
+"""A visit: a set of requests sent to a ready server until all have finished."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.harness.server import SERVED_NAME, VllmServer
 from bench.harness.stream import BenchRequest
 from bench.harness.summary import acceptance_length
 
-# The API server adds a step's counts after it has handed out the step's tokens.
+# The API server updates its counters after it has sent the step's tokens.
 SETTLE_S = 0.3
 IDLE_LIMIT_S = 20.0
 WARM_UP_TOKENS = 24
@@ -28,30 +28,30 @@ CLIENT_NICE = -10
 
 @dataclass(slots=True)
 class Measured:
-    """A visit's record for the JSON, and the outputs to be compared."""
+    """A visit's record for the JSON, and the outputs for the comparison."""
 
     record: dict[str, Any]
     results: list[RequestResult]
 
 
 @contextlib.contextmanager
-def _prompt_client() -> Iterator[None]:
-    """Lets the client go first while it measures, where that is permitted.
+def _raised_priority() -> Iterator[None]:
+    """Raise the client's priority while it measures, where that is permitted.
 
-    It needs a few percent of a core, but an arrival that waits for the engine's time
-    slice to end is late.
+    The client needs a few percent of a core, but a chunk is timed late if the client
+    waits for the engine's time slice to end.
     """
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, CLIENT_NICE)
     try:
         yield
     finally:
-        os.setpriority(os.PRIO_PROCESS, 0, usual)
+        os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 async def _until_idle(session: aiohttp.ClientSession, scraper: Scraper) -> None:
-    """Waits until the server has nothing left of an earlier visit."""
+    """Wait until the requests of an earlier visit have ended."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while time.monotonic() < deadline:
         sample = await scraper.read(session)
@@ -68,20 +68,20 @@ def measure_all(
     extra: Mapping[str, Any] | None = None,
     timeout_s: float = 3600.0,
 ) -> Measured:
-    """Serves a set of requests to their ends, so many at once.
+    """Serve a set of requests until all have finished, `concurrency` at a time.
 
     Raises:
-        TimeoutError: It took too long.
+        TimeoutError: The visit took longer than `timeout_s`.
     """
 
     async def visit() -> tuple[list[RequestResult], Scrape, Scrape]:
         async with make_session(timeout_s) as session, asyncio.timeout(timeout_s):
             scraper = Scraper(server.url, time.perf_counter())
             await _until_idle(session, scraper)
-            before, place = await scraper.read(session), asyncio.Semaphore(concurrency)
+            before, slots = await scraper.read(session), asyncio.Semaphore(concurrency)
 
             async def one(request: BenchRequest) -> RequestResult:
-                async with place:
+                async with slots:
                     origin_s = scraper.origin_s
                     return await send(
                         session, server.url, SERVED_NAME, request, origin_s, extra
@@ -91,7 +91,7 @@ def measure_all(
             await asyncio.sleep(SETTLE_S)
             return results, before, await scraper.read(session)
 
-    with _prompt_client():
+    with _raised_priority():
         results, before, after = asyncio.run(visit())
     ok = [result for result in results if result.ok]
     tokens = sum(len(result.token_ids) for result in ok)
@@ -109,7 +109,7 @@ def measure_all(
 
 
 def warm_up(server: VllmServer, request_at: Callable[[int], BenchRequest]) -> None:
-    """Sends bursts of growing size that are not measured."""
+    """Send bursts of growing size that are not measured."""
 
     async def bursts() -> None:
         async with make_session() as session:

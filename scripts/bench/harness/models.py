@@ -1,4 +1,4 @@
-"""The models a run serves: given as they are, or inflated to a size."""
+"""Served models of a run: unchanged, or inflated to a size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Target:
 
     name: str  # as it appears in the cells
     path: Path  # checkpoint folder
-    facts: dict[str, Any]  # what the environment section says of it
+    facts: dict[str, Any]  # for the environment section of the report
 
 
 def parse_size(text: str) -> float:
-    """Number of parameters of `90m` or `1.5b`."""
+    """Return the number of parameters of `90m` or `1.5b`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", text.lower())
     if not match:
         raise BenchError(f"--model-sizes: {text!r} is not a size such as 90m")
@@ -39,7 +39,7 @@ def parse_size(text: str) -> float:
 
 
 def num_parameters(folder: Path) -> int:
-    """Counts the parameters from the headers of the safetensors files."""
+    """Count the parameters from the headers of the safetensors files."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -50,10 +50,10 @@ def num_parameters(folder: Path) -> int:
     return total
 
 
-def mlp_width(config: dict[str, Any], own: int, wanted: float) -> int:
-    """MLP width that makes a model of `own` parameters `wanted` large."""
+def mlp_width(config: dict[str, Any], own: int, requested: float) -> int:
+    """Return the MLP width that grows a model from `own` to `requested` parameters."""
     per_width = 3 * config["hidden_size"] * config["num_hidden_layers"]
-    width: float = config["intermediate_size"] + (wanted - own) / per_width
+    width: float = config["intermediate_size"] + (requested - own) / per_width
     return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
 
 
@@ -61,9 +61,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BenchError(f"{folder} is no model folder ({error})") from None
+        raise BenchError(f"{folder} is not a model folder ({error})") from None
     if not isinstance(config, dict):
-        raise BenchError(f"{folder}/config.json is no JSON object")
+        raise BenchError(f"{folder}/config.json is not a JSON object")
     return config
 
 
@@ -82,25 +82,25 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def targets_of(
-    path: Path, sizes: Sequence[str], folder: Path, say: Callable[[str], None]
+    path: Path, sizes: Sequence[str], folder: Path, log: Callable[[str], None]
 ) -> list[Target]:
-    """Models to serve, inflating `path` where a size asks for it."""
+    """Return the models to serve; inflate `path` to the larger ones of `sizes`."""
     own = num_parameters(path)
     config = read_config(path)
     if own == 0:
-        raise BenchError(f"{path} holds no .safetensors file")
+        raise BenchError(f"{path} has no .safetensors file")
     if not sizes:
         return [Target(path.name, path, _facts(path))]
     targets = []
     for size in sizes:
-        wanted = parse_size(size)
-        if wanted <= 2 * own:  # about its own size: there is nothing to inflate
+        requested = parse_size(size)
+        if requested <= 2 * own:  # about the size of `path`: serve it unchanged
             targets.append(Target(size, path, _facts(path)))
             continue
-        width = mlp_width(config, own, wanted)
+        width = mlp_width(config, own, requested)
         inflated = folder / f"{path.name}-{own}-{width}"
         if not (inflated / "inflated.json").exists():
-            say(f"inflating {path.name} to {size} (MLP width {width})")
+            log(f"inflating {path.name} to {size} (MLP width {width})")
             _inflate(path, inflated, width)
         targets.append(Target(size, inflated, _facts(inflated)))
     return targets
@@ -118,12 +118,12 @@ def _inflate(source: Path, destination: Path, width: int) -> None:
 def kv_cache_bytes(
     config: dict[str, Any], num_requests: int, num_tokens: int, element_bytes: int
 ) -> int:
-    """KV cache that holds the largest batch, with a margin."""
+    """Return the KV cache size for the largest batch, with a margin."""
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     size = config.get("head_dim") or (
         config["hidden_size"] // config["num_attention_heads"]
     )
-    # One layer more for the draft, two blocks of 128 tokens more per request.
+    # One extra layer for the draft, two extra blocks of 128 tokens per request.
     per_token: int = (
         2 * (config["num_hidden_layers"] + 1) * heads * size * element_bytes
     )

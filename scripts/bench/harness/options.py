@@ -1,4 +1,4 @@
-"""Options of a suite: fields of a dataclass, which make its command line as well."""
+"""Options of a suite: dataclass fields, which also define its command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def option(default: Any, text: str = "", **more: Any) -> Any:
-    """Declares a field with its help; `more` goes to argparse (`flags` are aliases)."""
+    """Declare a field with its help; `more` goes to argparse (`flags` are aliases)."""
     metadata = {"help": text, **more}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -29,7 +29,7 @@ def option(default: Any, text: str = "", **more: Any) -> Any:
 
 
 def all_cpus() -> tuple[int, ...]:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -39,7 +39,7 @@ def engine_half() -> tuple[int, ...]:
 
 
 def other_half() -> tuple[int, ...]:
-    """Second half of the cores; all where there is only one."""
+    """Return the second half of the cores; all if there is only one."""
     cpus = all_cpus()
     return cpus[max(1, len(cpus) // 2) :] or cpus
 
@@ -83,7 +83,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[CommonOptions]) -> None:
-    """Adds every field of an options class, with nothing set where none is given."""
+    """Add every field of an options class; an omitted option stays unset."""
     inherited = {
         item.name: item.metadata
         for base in reversed(kind.__mro__)
@@ -93,7 +93,11 @@ def add_options(parser: argparse.ArgumentParser, kind: type[CommonOptions]) -> N
     for item in fields(kind):
         more = dict(inherited.get(item.name, {}))
         flags = [f"--{item.name.replace('_', '-')}", *more.pop("flags", ())]
-        if item.name in ("suite", "json", "work"):  # of every suite, see `run.py`
+        if item.name in (
+            "suite",
+            "json",
+            "work",
+        ):  # defined by `run.py` for every suite
             continue
         if item.type == "bool":
             more["action"] = "store_true"
@@ -112,15 +116,25 @@ class CommonOptions:
     target: Path = option(DEMO / "target", "served model folder")
     draft: Path = option(DEMO / "draft", "EAGLE-3 draft folder")
     prompts: Path = option(DEMO / "prompts", "folder of <domain>.jsonl.gz")
-    venv: Path = option(Path(sys.prefix), "patched vLLM (this one)", type=Path)
-    model_sizes: tuple[str, ...] = option((), "inflate: 6m,90m")
+    venv: Path = option(
+        Path(sys.prefix),
+        "environment with patched vLLM (default: the current one)",
+        type=Path,
+    )
+    model_sizes: tuple[str, ...] = option(
+        (), "inflate the target to these sizes: 6m,90m"
+    )
     domains: tuple[str, ...] = ("python",)
-    output_tokens: int = option(96, "per request")
+    output_tokens: int = option(96, "output tokens per request")
     dtype: str = option("float32", choices=tuple(ELEMENT_BYTES))
     max_model_len: int = 1024
-    compile: bool = option(False, "no --enforce-eager")
-    engine_cpus: tuple[int, ...] = option(engine_half, "default: half of them")
-    other_cpus: tuple[int, ...] = option(other_half, "API server, client, trainer")
+    compile: bool = option(False, "serve without --enforce-eager")
+    engine_cpus: tuple[int, ...] = option(
+        engine_half, "default: the first half of all cores"
+    )
+    other_cpus: tuple[int, ...] = option(
+        other_half, "cores of API server, client and trainer"
+    )
     serve_args: tuple[str, ...] = option(
         (), "further `vllm serve` options", type=lambda text: tuple(text.split())
     )
@@ -128,10 +142,10 @@ class CommonOptions:
     max_minutes: float | None = None
 
     def check(self) -> None:
-        """Raises BenchError where the options make no sense."""
+        """Raise BenchError for invalid options."""
         for name, folder in (("--target", self.target), ("--draft", self.draft)):
             if not folder.is_dir():
-                raise BenchError(f"{name}: there is no folder {folder}")
+                raise BenchError(f"{name}: folder {folder} does not exist")
             read_config(folder)
         if not Path(vllm_command(self.venv)[0]).exists():
             raise BenchError(f"--venv: {self.venv} has no bin/vllm")
@@ -154,15 +168,15 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(CommonOptions):
-    """Options of the suites that learn while serving."""
+    """Options of the suites that train while serving."""
 
-    requests: tuple[int, ...] = option((64,), "one number, or one a domain")
+    requests: tuple[int, ...] = option((64,), "one number, or one per domain")
     concurrency: tuple[int, ...] = option(
-        CONCURRENCY_CYCLE, "requests in flight, by blocks of four: 1,2,4,3"
+        CONCURRENCY_CYCLE, "requests in flight, per block of four requests: 1,2,4,3"
     )
     num_speculative_tokens: int = 3
     tide: Mapping[str, Any] = option(
-        dict, "JSON put into the tide section of every trained arm"
+        dict, "JSON merged into the tide section of every trained arm"
     )
 
     def check(self) -> None:
@@ -170,7 +184,7 @@ class SuiteOptions(CommonOptions):
         if len(self.model_sizes) > 1:
             raise BenchError("--model-sizes: this suite serves one size at a time")
         if not self.domains or len(set(self.domains)) < len(self.domains):
-            raise BenchError("--domains names each domain once, such as python,c")
+            raise BenchError("--domains: give each domain once, such as python,c")
         self.counts()
         for name, values in (
             ("--requests", self.requests),
@@ -188,11 +202,13 @@ class SuiteOptions(CommonOptions):
             raise BenchError(f"--tide: {error}") from None
 
     def at_least(self, least: Mapping[str, int]) -> None:
-        """Raises BenchError where a field is below its least value."""
+        """Raise BenchError if a field is below its least value."""
         for name, number in least.items():
             value = getattr(self, name)
             if value is not None and value < number:
-                raise BenchError(f"--{name.replace('_', '-')} is at least {number}")
+                raise BenchError(
+                    f"--{name.replace('_', '-')} must be at least {number}"
+                )
 
     def counts(self) -> list[int]:
         if len(self.requests) == 1:

@@ -1,4 +1,4 @@
-"""The picture of a quickstart run."""
+"""Plot of a quickstart run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 WINDOW_REQUESTS = 8
-"""Requests of which the picture shows the mean, those of one phase only."""
+"""Requests of the moving mean, within one phase."""
 PICTURE_ARMS = {
     "none": ("no speculation", "#7f7f7f"),
     "frozen": ("frozen draft, best static length", "#1f77b4"),
@@ -18,7 +18,7 @@ PICTURE_ARMS = {
 
 
 def _moving_mean(values: Sequence[float], shifts: Sequence[int]) -> list[float]:
-    """Means over the last `WINDOW_REQUESTS`; they begin anew at each of `shifts`."""
+    """Return means over the last `WINDOW_REQUESTS`, restarted at each shift."""
     means = []
     for i in range(len(values)):
         shift = max((at for at in shifts if at <= i), default=0)
@@ -29,10 +29,10 @@ def _moving_mean(values: Sequence[float], shifts: Sequence[int]) -> list[float]:
 
 
 def draw(report: Json, path: Path) -> None:
-    """Writes the picture of a quickstart's report: acceptance and time saved.
+    """Plot acceptance and time saved from a quickstart's report.
 
-    Request by request, since all arms answer the same ones: tokens per engine step
-    above, below the time that `none` took over that of the arm.
+    The x axis is the request index, because all arms serve the same requests. Above:
+    tokens per engine step. Below: time of `none` over the time of the arm.
     """
     import matplotlib as mpl
 
@@ -54,17 +54,19 @@ def draw(report: Json, path: Path) -> None:
         seconds = zip(requests["start_s"], requests["end_s"], strict=True)
         spent[name] = _moving_mean([end - start for start, end in seconds], shifts)
         index = range(1, len(spent[name]) + 1)
-        look = {"color": color, "linewidth": 2.4 if name == "tide" else 1.5}
+        style = {"color": color, "linewidth": 2.4 if name == "tide" else 1.5}
         if name in ("frozen", "tide"):
-            above.plot(index, _moving_mean(requests["tokens_per_step"], shifts), **look)
+            above.plot(
+                index, _moving_mean(requests["tokens_per_step"], shifts), **style
+            )
         if "none" in spent:
             pairs = zip(spent["none"], spent[name], strict=True)
             ratios = [none / own for none, own in pairs]
-            below.plot(index, ratios, label=label, **look)
+            below.plot(index, ratios, label=label, **style)
             ends.append((ratios[-1], index[-1] + 0.5, color))
     low, high = below.get_ylim()
     lowest = low
-    for ratio, right, color in sorted(ends):  # one above the other
+    for ratio, right, color in sorted(ends):  # labels do not overlap
         at = max(ratio, lowest)
         lowest = at + 0.08 * (high - low)
         below.annotate(

@@ -1,4 +1,4 @@
-"""What a quickstart run reports: an object, a table, a sentence, and answers."""
+"""Report of a quickstart run: a JSON object, a table, a sentence, and answers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from bench.harness.summary import (
 
 ARMS = ("none", "frozen", "tide")
 ANSWERS = 10
-"""Of the last domain, written side by side."""
+"""Answers of the last domain that are written side by side."""
 
 
 def build_report(
     runs: Mapping[str, ArmRun], rescored: Sequence[Rescored], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Documented JSON object (with a few keys more)."""
+    """Return the documented JSON object, with a few further keys."""
     run = runs.get("tide", ArmRun("tide", [], [], 0.0))
     tide = run.samples
     failed = sum(not r.ok for run in runs.values() for r in run.results)
     compared = len(runs) > 1 and all(run.results for run in runs.values())
     swapped = swaps_after_shifts_s(run)
-    around = environment(facts)
+    run_facts = environment(facts)
     return {
         "model": facts.get("model"),
         "dtype": facts.get("dtype"),
-        "versions": around["packages"],
+        "versions": run_facts["packages"],
         "arms": {
             name: {**arm_figures(run), "requests": _requests(run)}
             for name, run in runs.items()
@@ -56,18 +56,18 @@ def build_report(
         "near_ties": sum(item.near_tie for item in rescored),
         "differences": [item.summary() for item in rescored],
         "gain": gains(runs),
-        "environment": around,
+        "environment": run_facts,
     }
 
 
 def _requests(run: ArmRun) -> dict[str, list[Any]]:
-    """Answered requests of an arm in the order of the stream."""
+    """Return the successful requests of an arm, in the order of the stream."""
     answered = [result for result in run.results if result.ok]
     return request_columns(sorted(answered, key=attrgetter("index")))
 
 
 def gains(runs: Mapping[str, ArmRun]) -> dict[str, float]:
-    """Tokens/s of TIDE over those of each other arm."""
+    """Return tokens/s of TIDE over those of each other arm."""
     figures: dict[str, Any] = {name: arm_figures(runs[name]) for name in runs}
     result: dict[str, float] = {}
     tide = figures.pop("tide", None)
@@ -84,13 +84,13 @@ def gains(runs: Mapping[str, ArmRun]) -> dict[str, float]:
 
 
 def sentence(report: Mapping[str, Any]) -> str:
-    """The outcome, in words."""
+    """Return the result as a sentence."""
     gain = report["gain"]
     if not {"final_over_frozen", "final_over_none"} <= gain.keys():
         return "The arms cannot be compared."
     same = "All answers are the same"
     if ties := report["near_ties"]:
-        same += f" but for {ties} near ties, which rounding decides"
+        same += f" except {ties} near ties, where rounding decides"
     if not report["outputs_identical"]:
         same = "ANSWERS DIFFER"
     return (
@@ -103,39 +103,38 @@ def sentence(report: Mapping[str, Any]) -> str:
 def problems(
     report: Mapping[str, Any], runs: Mapping[str, ArmRun], min_swaps: int = 1
 ) -> list[str]:
-    """Reasons for which the run is not sound."""
-    found = [f"arm {name} is missing" for name in ARMS if name not in runs]
+    """Return the reasons why the run is not sound."""
+    reasons = [f"arm {name} is missing" for name in ARMS if name not in runs]
     for name, run in runs.items():
-        found += [f"{name}: {problem}" for problem in run.problems]
+        reasons += [f"{name}: {problem}" for problem in run.problems]
         if run.segments and not run.results:
-            found.append(f"{name}: no request ran")
+            reasons.append(f"{name}: no request ran")
     if report["failed_requests"]:
-        found.append(f"{report['failed_requests']} requests failed")
+        reasons.append(f"{report['failed_requests']} requests failed")
     if len(runs) < 2:
-        found.append("outputs were not compared")
+        reasons.append("outputs were not compared")
     elif not report["outputs_identical"]:
         wrong = sum(not d["near_tie"] for d in report["differences"])
-        found.append(f"outputs differ between arms ({wrong} not near ties)")
+        reasons.append(f"outputs differ between arms ({wrong} not near ties)")
     for name in ("frozen", "tide"):
         figures = report["arms"].get(name)
         if not figures or None not in figures["acceptance_length"].values():
             continue
-        # Nothing is drafted where no draft pays: control counts these steps.
+        # The controller drafts nothing where no draft pays, and counts these steps.
         last = runs[name].samples[-1:]
         if not any(s.value("vllm_tide:steps_without_drafts") for s in last):
-            found.append(f"{name}: nothing was drafted in some phase")
+            reasons.append(f"{name}: nothing was drafted in some phase")
     if "tide" in runs:
         if report["swaps"]["count"] < min_swaps:
-            found.append(
-                f"{report['swaps']['count']} swaps, at least {min_swaps} wanted"
-            )
+            count = report["swaps"]["count"]
+            reasons.append(f"{count} swaps instead of at least {min_swaps}")
         if report["capture"]["rows"] == 0:
-            found.append("nothing was captured")
+            reasons.append("nothing was captured")
         if report["capture"].get("faults"):
-            found.append(
+            reasons.append(
                 f"{report['capture']['faults']} faults in the engine's tide code"
             )
-    return found
+    return reasons
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -171,7 +170,7 @@ def table(report: Mapping[str, Any]) -> str:
 def answers_text(
     runs: Mapping[str, ArmRun], stream: Sequence[StreamRequest], target: Path
 ) -> str:
-    """The first answers of the last domain, without TIDE and with it."""
+    """Return the first answers of the last domain, without and with TIDE."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)

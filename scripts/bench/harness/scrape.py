@@ -1,7 +1,7 @@
-"""Readings of a server's `/metrics`, and what they say about a stretch of time.
+"""Readings of a server's `/metrics`.
 
-Values of one metric are summed over the labels `model_name` and `engine` (one engine is
-served) and kept apart by every other label (`reason`, `le`).
+Values of one metric are summed over the labels `model_name` and `engine` (there is one
+engine) and separated by every other label (`reason`, `le`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-# Names without the "_total" suffix that prometheus gives to counters.
+# Names without the "_total" suffix that Prometheus adds to counters.
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 RUNNING = "vllm:num_requests_running"
@@ -26,7 +26,7 @@ SWAP_SECONDS = "vllm_tide:swap_seconds"
 LAST_SWAP = "vllm_tide:last_swap_seconds"
 LONGEST_SWAP = "vllm_tide:longest_swap_seconds"
 DRAFT_VERSION = "vllm_tide:draft_version"
-_KEPT_PREFIXES = (
+_PREFIXES = (
     "vllm_tide:",
     "vllm:spec_decode_",
     GENERATED,
@@ -46,16 +46,16 @@ class Scrape:
     values: dict[_Key, float]  # value by sample name and its remaining labels
 
     def value(self, name: str, default: float = 0.0) -> float:
-        found = [
+        matches = [
             number
             for (sample, _), number in self.values.items()
             if sample in (name, name + "_total")
         ]
-        return sum(found) if found else default
+        return sum(matches) if matches else default
 
     def has(self, name: str) -> bool:
-        wanted = (name, name + "_total", name + "_count")
-        return any(sample in wanted for sample, _ in self.values)
+        names = (name, name + "_total", name + "_count")
+        return any(sample in names for sample, _ in self.values)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -72,19 +72,17 @@ class Scrape:
 
 def parse_metrics(text: str, t_s: float) -> Scrape:
     values: dict[_Key, float] = {}
-    # The parser is slow and shares the engine's cores: it gets the kept lines only.
-    kept = "\n".join(
+    # The parser is slow and shares the engine's cores, so it gets only these lines.
+    selected = "\n".join(
         line
         for line in text.splitlines()
-        if line.removeprefix("# HELP ")
-        .removeprefix("# TYPE ")
-        .startswith(_KEPT_PREFIXES)
+        if line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(_PREFIXES)
     )
-    for family in text_string_to_metric_families(kept + "\n"):
-        if not family.name.startswith(_KEPT_PREFIXES):
+    for family in text_string_to_metric_families(selected + "\n"):
+        if not family.name.startswith(_PREFIXES):
             continue
         for sample in family.samples:
-            # "per position" counters repeat the totals kept above.
+            # "per position" counters repeat the totals.
             if sample.name.endswith("_created") or "per_pos" in sample.name:
                 continue
             labels = tuple(
@@ -100,7 +98,7 @@ def parse_metrics(text: str, t_s: float) -> Scrape:
 
 
 def bucket_quantile(buckets: list[tuple[float, float]], share: float) -> float:
-    """Upper estimate of a quantile from cumulative buckets; NaN if empty."""
+    """Return an upper estimate of a quantile from cumulative buckets; NaN if empty."""
     total = buckets[-1][1] if buckets else 0.0
     if total <= 0:
         return math.nan
@@ -109,9 +107,9 @@ def bucket_quantile(buckets: list[tuple[float, float]], share: float) -> float:
 
 @dataclass(slots=True)
 class Scraper:
-    """Samples a server periodically, and on demand at the edges of segments.
+    """Reader of a server's metrics, periodically and at the edges of segments.
 
-    A reading that fails while the server is busy is skipped and counted.
+    A reading that fails because the server is busy is skipped and counted.
     """
 
     url: str

@@ -1,15 +1,14 @@
 """Real `vllm serve` processes: start, wait, pin, sample, stop; and a pool of them.
 
-A server starts unpinned (loading uses every core it may), then every thread of the
-engine is put on the engine's cores and the API server's on the client's. The worker's
-OpenMP threads are bound by vLLM itself (`VLLM_CPU_OMP_THREADS_BIND`); its other
-threads, and the scheduler's process, are not, which is why `misplaced_threads` looks at
+A server starts unpinned, because loading uses every allowed core. Then every thread of
+the engine is pinned to the engine's cores and every thread of the API server to the
+client's. vLLM binds the worker's OpenMP threads (`VLLM_CPU_OMP_THREADS_BIND`), but
+neither its other threads nor the scheduler's process, so `misplaced_threads` checks
 every thread.
 
-A pool keeps the servers of all arms alive, one of them running: arms that take turns
-on one machine see the same drifts of it. Servers that wait are stopped with
-SIGSTOP: an idle vLLM polls its queues and would take some percent of a core from the
-one being measured.
+A pool keeps the servers of all arms resident, one of them running, so that arms which
+alternate on one machine see the same drift of its speed. The other servers are stopped
+with SIGSTOP: an idle vLLM polls its queues and takes some percent of a core.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PAUSE_S = 10.0
 STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ENDED: list[int] = []
-"""Exit status, once a signal has asked for the end."""
+"""Exit status after a termination signal."""
 _ENGINE_TITLES = ("VLLM::EngineCor", "VLLM::Worker")
 _TRAINER_MARKS = ("vllm-tide train", "vllm_tide train", "vllm_tide.train")
 
@@ -57,8 +56,8 @@ class ServerOptions:
     dtype: str = "float32"
     engine_cpus: tuple[int, ...] = (0,)
     other_cpus: tuple[int, ...] = (1,)  # API server; the trainer pins itself
-    # The scheduler's process goes there too, where vLLM leaves a core for it; it polls,
-    # and starves a trainer that the server has not started itself.
+    # Run the scheduler's process on `other_cpus` too, if vLLM has a separate one. It
+    # polls, and starves a trainer that the server did not start.
     scheduler_apart: bool = False
     kv_cache_gib: int = 1
     kv_cache_bytes: int | None = None  # instead of kv_cache_gib
@@ -76,7 +75,7 @@ def free_port() -> int:
 
 
 def vllm_command(venv: Path) -> list[str]:
-    """Command of `vllm`: by module where this Python has no such command."""
+    """Return the command of `vllm`; by module if this Python has no such command."""
     command = venv / "bin" / "vllm"
     if not command.exists() and venv == Path(sys.prefix) and find_spec("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -91,8 +90,8 @@ def command_line(options: ServerOptions, port: int) -> list[str]:
     command += ["--max-model-len", str(o.max_model_len)]
     command += ["--max-num-seqs", str(o.max_num_seqs)]
     command += ["--disable-uvicorn-access-log"]
-    # Without a timeout vLLM kills its worker with SIGKILL as soon as it is asked to
-    # stop, and nothing in the worker can clean up.
+    # Without a timeout vLLM kills its worker with SIGKILL at once, and the worker
+    # cannot clean up.
     command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     if o.enforce_eager:
         command.append("--enforce-eager")
@@ -104,14 +103,14 @@ def command_line(options: ServerOptions, port: int) -> list[str]:
 
 
 def environment(options: ServerOptions) -> dict[str, str]:
-    """Server's environment: offline, bound, Intel OpenMP preloaded."""
+    """Return the server's environment: offline, bound, Intel OpenMP preloaded."""
     env = dict(os.environ)
     env["PATH"] = f"{options.venv / 'bin'}:{env.get('PATH', '')}"
     env["VIRTUAL_ENV"] = str(options.venv)
     env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.engine_cpus))
     if options.kv_cache_bytes is None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
-    else:  # the variable would win over the argument
+    else:  # the variable overrides the argument
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     env["VLLM_NO_USAGE_STATS"] = env["DO_NOT_TRACK"] = "1"
     env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
@@ -125,7 +124,7 @@ def environment(options: ServerOptions) -> dict[str, str]:
 
 
 def role_of(title: str, is_root: bool) -> str:
-    """`api`, `engine`, `trainer` or `other` from a process title."""
+    """Return `api`, `engine`, `trainer` or `other` from a process title."""
     if is_root:
         return "api"
     if title.startswith(_ENGINE_TITLES):
@@ -157,10 +156,10 @@ class VllmServer:
 
     def __enter__(self) -> VllmServer:
         self.options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        own = os.sched_getaffinity(0)
+        before = os.sched_getaffinity(0)
         self._began = time.monotonic()
-        # The child inherits our cores; it needs all of its own from the start, or
-        # OpenMP ignores the core it is told to bind to.
+        # The child inherits this affinity. It must include the engine's cores, or
+        # OpenMP ignores the core that it should bind to.
         os.sched_setaffinity(0, {*self.options.engine_cpus, *self.options.other_cpus})
         try:
             with self.options.log_path.open("wb") as log:
@@ -173,7 +172,7 @@ class VllmServer:
                     start_new_session=True,
                 )
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,7 +181,7 @@ class VllmServer:
     @property
     def pid(self) -> int:
         if self._process is None:
-            raise ServerError("the server was not started")
+            raise ServerError("the server is not started")
         return self._process.pid
 
     def log_tail(self, num_lines: int = 15) -> str:
@@ -233,7 +232,7 @@ class VllmServer:
         return roles
 
     def _cpus_of(self, role: str, process: psutil.Process) -> tuple[int, ...]:
-        """Cores of a process; an engine that has workers only schedules."""
+        """Return the cores of a process; an engine with workers only schedules."""
         o = self.options
         children = process.children() if o.scheduler_apart else []
         titles = [" ".join(child.cmdline()) for child in children]
@@ -242,10 +241,10 @@ class VllmServer:
         return o.engine_cpus if computes else o.other_cpus
 
     def pin(self) -> None:
-        """Puts every thread of the server on its cores (the trainer pins itself).
+        """Pin every thread of the server to its cores (the trainer pins itself).
 
-        A thread already on fewer of them stays: vLLM binds each OpenMP thread of the
-        worker to one core.
+        Skip a thread that is already on a subset: vLLM binds each OpenMP thread of
+        the worker to one core.
         """
         for role, processes in self.processes().items():
             for process in processes if role != "trainer" else []:
@@ -262,7 +261,7 @@ class VllmServer:
                 try:
                     allowed = set(self._cpus_of(role, process))
                     threads = process.threads()
-                except psutil.NoSuchProcess:  # it has ended since it was listed
+                except psutil.NoSuchProcess:  # ended after it was listed
                     continue
                 for thread in threads:
                     try:
@@ -293,18 +292,19 @@ class VllmServer:
         return now
 
     def pause(self) -> None:
-        """Stops its processes where they are, so that they take no time of a core.
+        """Stop the processes with SIGSTOP, so that they use no CPU time.
 
-        Returns when they stand: one that waits for a core stops when it gets it.
+        Returns when they are stopped: a process that waits for a core stops only when
+        it gets the core.
         """
         stopped = list(chain.from_iterable(self.processes().values()))
         for process in stopped:
             with contextlib.suppress(psutil.Error):
                 process.suspend()
-        until = time.monotonic() + PAUSE_S
+        deadline = time.monotonic() + PAUSE_S
         for process in stopped:
             with contextlib.suppress(psutil.Error):
-                while process.status() not in STANDING and time.monotonic() < until:
+                while process.status() not in STANDING and time.monotonic() < deadline:
                     time.sleep(0.002)
 
     def resume(self) -> None:
@@ -315,7 +315,7 @@ class VllmServer:
     def stop(self, grace_s: float = 30.0) -> bool:
         if self._process is None:
             return True
-        self.resume()  # it also remembers the children before they lose their parent
+        self.resume()  # also lists the children before they lose their parent
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
         _, left = psutil.wait_procs(list(self._seen.values()), timeout=grace_s)
@@ -328,48 +328,48 @@ class VllmServer:
 
 
 def end_on_signals() -> None:
-    """Signals of `ENDINGS` raise SystemExit from now on, so that servers are stopped.
+    """Raise SystemExit on signals of `ENDINGS`, so that servers are stopped.
 
-    They have sessions of their own, and those that wait cannot notice our end.
+    Servers run in separate sessions, and a stopped one cannot detect our exit.
     """
     for ending in ENDINGS:
-        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as under nohup
             signal.signal(ending, _end)
 
 
 def _end(number: int, _frame: object) -> None:
-    for ending in ENDINGS:  # once: what was started is being ended
+    for ending in ENDINGS:  # once: cleanup is running
         signal.signal(ending, signal.SIG_IGN)
     ENDED.append(128 + number)
     sys.exit(ENDED[0])
 
 
 def leave_if_ended() -> None:
-    """For what runs long: something may have caught what the signal raised."""
+    """Exit if a signal arrived but its SystemExit was caught elsewhere."""
     if ENDED:
         sys.exit(ENDED[0])
 
 
 MIB = 1 << 20
 START_LIMIT_S = 900.0
-# Left for the client, the page cache and whatever else runs.
+# Reserved for the client, the page cache and other processes.
 RESERVE_MIB = 1500
 
 
 def available_mib() -> float:
-    """Memory that can be had without swapping."""
+    """Return the memory available without swapping."""
     return float(psutil.virtual_memory().available) / MIB
 
 
 @dataclass
 class ServerPool:
-    """Servers by arm, all resident, of which one runs.  Use as a context manager."""
+    """Servers by arm, all resident, one running.  Use as a context manager."""
 
     options_of: Callable[[Arm], ServerOptions]  # how to start an arm's server
-    # Called with a server that has just become ready.
+    # Called with each server when it becomes ready.
     on_ready: Callable[[VllmServer], None]
-    say: Callable[[str], None]  # progress, one line
-    expected_mib: float  # memory a server is expected to take, until one was seen
+    log: Callable[[str], None]  # progress, one line
+    expected_mib: float  # expected memory of a server, until one was measured
     startup_s: dict[str, float] = field(default_factory=dict)
     memory_mib: dict[str, float] = field(default_factory=dict)
     _servers: dict[str, VllmServer] = field(default_factory=dict)
@@ -383,21 +383,22 @@ class ServerPool:
             _, server = self._servers.popitem()
             server.stop()
 
-    def check_room(self, arms: Sequence[Arm]) -> None:
-        """Raises BenchError where not every arm's server fits into memory."""
-        ahead = len({arm.name for arm in arms} - self._servers.keys())
-        # A server grows while it serves: by a quarter was seen at batch 48.
-        seen = 1.3 * max(self.memory_mib.values(), default=0.0)
-        need, have = ahead * (seen or self.expected_mib), available_mib() - RESERVE_MIB
+    def check_memory(self, arms: Sequence[Arm]) -> None:
+        """Raise BenchError if not every arm's server fits into memory."""
+        missing = len({arm.name for arm in arms} - self._servers.keys())
+        # A server grows while it serves: by a quarter at batch 48.
+        measured = 1.3 * max(self.memory_mib.values(), default=0.0)
+        need = missing * (measured or self.expected_mib)
+        have = available_mib() - RESERVE_MIB
         if need > have:
             raise BenchError(
-                f"{ahead} more servers need {need / 1024:.1f} GiB together and "
+                f"{missing} more servers need {need / 1024:.1f} GiB together and "
                 f"{max(0.0, have) / 1024:.1f} GiB are free: give fewer --arms, a "
                 "smaller --max-num-seqs or --max-model-len"
             )
 
     def get(self, arm: Arm) -> VllmServer:
-        """Arm's server, running, with every other one stopped."""
+        """Return the arm's running server; stop every other one."""
         key = arm.name
         if key in self._servers and not self._servers[key].alive():
             self.drop(arm)
@@ -419,7 +420,7 @@ class ServerPool:
             self._servers.pop(key).stop()
 
     def _start(self, arm: Arm) -> None:
-        self.say(f"starting the server of {arm.name}")
+        self.log(f"starting the server of {arm.name}")
         before = available_mib()
         server = VllmServer(self.options_of(arm))
         try:
@@ -432,22 +433,22 @@ class ServerPool:
         self._servers[arm.name] = server
         self.startup_s[arm.name] = round(server.startup_s, 1)
         rss = sum(part["VmRSS"] for part in server.memory_mib().values())
-        # Resident sizes count shared libraries once per server, the difference in
-        # available memory counts what others did meanwhile: the truth is between.
+        # Resident sizes count shared libraries once per server; the difference in
+        # available memory includes other processes. The estimate is between the two.
         taken = max(0.0, before - available_mib())
         self.memory_mib[arm.name] = round(min(rss, max(taken, 0.6 * rss)), 1)
-        self.say(
+        self.log(
             f"{arm.name}: ready after {server.startup_s:.0f} s, "
             f"{self.memory_mib[arm.name] / 1024:.1f} GiB"
         )
 
 
-# What a visit may raise when its server is at fault.
+# Exceptions of a visit if its server fails.
 BROKEN = (ServerError, RuntimeError, OSError, aiohttp.ClientError, ExceptionGroup)
 
 
 def sentence(error: BaseException) -> str:
-    """Error's text on one line, of a group its first error's."""
+    """Return an error's text on one line; of a group, that of its first error."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     text = " ".join(str(error).split())

@@ -1,6 +1,7 @@
-"""A run of a suite: its report, complete after every step, its target, clock and arms.
+"""Run of a suite: report, target, clock and arms.
 
-An arm that fails is a problem in the report, and the suite goes on.
+The report is written after every step. A failed arm is recorded as a problem in the
+report, and the suite continues.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MAX_SEQS = 8
 
 
 class Document:
-    """The JSON report while it grows; `write` replaces the file as a whole."""
+    """JSON report under construction; `write` replaces the file atomically."""
 
     def __init__(
         self, path: Path, suite: str, options: dict[str, Any], body: dict[str, Any]
@@ -61,7 +62,7 @@ class Document:
         }
 
     def section(self, name: str) -> dict[str, Any]:
-        """Part of the results of a suite that learns."""
+        """Return a section of the results of a suite that trains."""
         section: dict[str, Any] = self.data["results"].setdefault(name, {})
         return section
 
@@ -79,7 +80,7 @@ def draft_config(
     tide: Mapping[str, Any] | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Object for `--speculative-config`; without `tide` it is plain vLLM's."""
+    """Return the object for `--speculative-config`; plain vLLM's without `tide`."""
     config: dict[str, Any] = {
         "method": "eagle3",
         "model": model,
@@ -91,7 +92,7 @@ def draft_config(
 def trained_section(
     options: SuiteOptions, run_dir: Path, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`tide` section of an arm that is trained; the user's own knobs come last."""
+    """Return the `tide` section of a trained arm; the user's knobs override it."""
     section: dict[str, Any] = {
         "run_dir": str(run_dir),
         "train": {
@@ -113,7 +114,7 @@ def server_options(
     engine_cpus: tuple[int, ...] | None = None,
     other_cpus: tuple[int, ...] | None = None,
 ) -> ServerOptions:
-    """Server options of an arm; its configuration is kept in the work folder."""
+    """Return an arm's server options; write its configuration to the work folder."""
     path: Path | None = None
     if config is not None:
         path = options.work / "configs" / f"{name}.json"
@@ -136,7 +137,7 @@ def server_options(
 
 @contextlib.contextmanager
 def all_cores(options: SuiteOptions) -> Iterator[None]:
-    """Lets this process use the engine's cores as well, while no server runs."""
+    """Allow this process the engine's cores as well, while no server runs."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {*options.engine_cpus, *options.other_cpus})
     try:
@@ -147,7 +148,7 @@ def all_cores(options: SuiteOptions) -> Iterator[None]:
 
 @dataclass
 class Session:
-    """One run of a suite that learns: `outputs` has the requests of every arm."""
+    """One run of a suite that trains; `outputs` has the requests of every arm."""
 
     options: SuiteOptions
     target: Target
@@ -166,15 +167,15 @@ class Session:
 
     @contextlib.contextmanager
     def run_dir(self, name: str) -> Iterator[Path]:
-        """A run directory of mode 0700 with a short path; kept in the work folder."""
-        kept = self.options.work / "run" / name
+        """Create a short-path run directory (mode 0700); copy it to the work folder."""
+        archive = self.options.work / "run" / name
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_bench_"))
         try:
             yield run_dir
         finally:
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(archive, ignore_errors=True)
             with contextlib.suppress(OSError, shutil.Error):
-                shutil.copytree(run_dir, kept)
+                shutil.copytree(run_dir, archive)
             shutil.rmtree(run_dir, ignore_errors=True)
 
     def arm(
@@ -183,14 +184,16 @@ class Session:
         config: Mapping[str, Any] | None,
         stream: Sequence[StreamRequest],
     ) -> ArmRun | None:
-        """Serves a stream; None if that failed, which is noted as a problem."""
+        """Serve a stream; return None after a failure, recorded as a problem."""
         limit_s = self.left_s()
-        self.progress.say(f"arm {name}: {len(stream)} requests")
+        self.progress.log(f"arm {name}: {len(stream)} requests")
         server = server_options(self.options, self.target.path, name, config)
         try:
             return run_arm(ArmOptions(name, server, None, limit_s), stream)
         except TimeoutError:
-            self.document.problem(f"{name}: cut off, {clock_text(limit_s)} are over")
+            self.document.problem(
+                f"{name}: stopped after its limit of {clock_text(limit_s)}"
+            )
         except BROKEN as error:
             self.document.problem(f"{name}: {sentence(error)}")
         return None
@@ -202,7 +205,7 @@ class Session:
         stream: Sequence[StreamRequest],
         watch: TrainerWatch,
     ) -> dict[str, Any]:
-        """Puts the figures of an arm into the report."""
+        """Add the figures of an arm to the report."""
         figures = learning_figures(run, stream, watch)
         self.outputs[name] = run.results
         self.document.section("arms")[name] = figures
@@ -210,7 +213,7 @@ class Session:
         return figures
 
     def compare(self) -> dict[str, Any]:
-        """Compares outputs with those of `none`; notes what went wrong in each arm."""
+        """Compare outputs with those of `none`; record the problems of each arm."""
         arms = dict(sorted(self.outputs.items(), key=lambda arm: arm[0] != "none"))
         with all_cores(self.options):
             identity = identity_of(arms, self.target.path, self.options.dtype)
@@ -229,29 +232,29 @@ def conduct(
     options: CommonOptions,
     facts: Callable[[], dict[str, Any]],
     measure: Callable[[], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
-    """Runs `measure` and keeps the report; returns the exit status.
+    """Run `measure` and write the report; return the exit status.
 
     Args:
-        document: Written before, after, and by `measure` itself.
-        options: Of the suite.
-        facts: Of the environment section.
+        document: Written before, after, and by `measure`.
+        options: Options of the suite.
+        facts: Facts for the environment section.
         measure: May raise StoppedError, which ends the run early.
-        say: Progress, one line.
+        log: Progress, one line.
     """
     began = time.monotonic()
 
-    def note() -> None:
+    def write() -> None:
         seconds = round(time.monotonic() - began, 1)
-        told = {**facts(), "wall_clock_s": seconds}
-        document.data["environment"] |= environment(told)
+        run_facts = {**facts(), "wall_clock_s": seconds}
+        document.data["environment"] |= environment(run_facts)
         document.write()
 
-    note()
-    # The client shares the cores given to it; the engine's own are left alone.
+    write()
+    # The client runs on the other cores, the engine's cores are reserved.
     os.sched_setaffinity(0, options.other_cpus)
-    # Servers must not outlive a run that is told to end, stopped ones least of all.
+    # On SIGTERM, stop the servers too, also those under SIGSTOP.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = 0
     try:
@@ -266,15 +269,15 @@ def conduct(
         document.data["stopped"] = str(error)
         raise
     finally:
-        note()
+        write()
     if status:
         return status
     wrong = [f"problem: {text}" for text in document.data["problems"]]
     if document.data["stopped"]:
         wrong.append(f"stopped early: {document.data['stopped']}")
     for line in wrong:
-        say(line)
-    say(f"{clock_text(time.monotonic() - began)}: {document.path}")
+        log(line)
+    log(f"{clock_text(time.monotonic() - began)}: {document.path}")
     return int(bool(wrong))
 
 
@@ -283,14 +286,14 @@ def run_suite(
     measure: Callable[[Session], None],
     close: Callable[[Session], None] = lambda _: None,
 ) -> int:
-    """Runs a suite that learns; `close` follows what was measured, also in part."""
+    """Run a suite that trains; call `close` after complete or partial results."""
     options.check()
     began = time.monotonic()
-    given = json.loads(json.dumps(options.to_json()))
-    document = Document(options.json, options.suite, given, {"results": {}})
+    values = json.loads(json.dumps(options.to_json()))
+    document = Document(options.json, options.suite, values, {"results": {}})
     progress = Progress()
     (target,) = targets_of(
-        options.target, options.model_sizes, options.work / "models", progress.say
+        options.target, options.model_sizes, options.work / "models", progress.log
     )
     session = Session(options, target, document, progress, began_s=began)
 
@@ -314,4 +317,4 @@ def run_suite(
             raise
         close(session)
 
-    return conduct(document, options, facts, measure_and_close, progress.say)
+    return conduct(document, options, facts, measure_and_close, progress.log)

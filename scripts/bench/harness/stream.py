@@ -1,12 +1,11 @@
 """The requests of a run: which prompts, in which order, at which concurrency.
 
-Pure and deterministic: every arm of a run replays exactly the same stream. A *segment*
-is a stretch that is drained before the next one starts, so that the server's counters
-can be read at its edges without a request in flight.
+Streams are deterministic: every arm of a run replays exactly the same stream. A
+*segment* is drained before the next one starts, so that the server's counters can be
+read before and after it without a request in flight.
 
-The suites of control and of long outputs send token ids, not text: a prompt cut to a
-length then has exactly that length, and the API server has no text to tokenise while it
-shares the engine's cores.
+The suites `control` and `long` send token ids, not text: a truncated prompt then has an
+exact length, and the API server, which shares the engine's cores, tokenises nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from bench.harness.common import BenchError, StreamError
 
-# Number of requests in flight, one entry per block of requests, then again.
+# Number of requests in flight, one entry per block of requests, repeated.
 BLOCK_REQUESTS = 4
 CONCURRENCY_CYCLE = (1, 2, 4, 3)
 
@@ -30,17 +29,17 @@ class StreamRequest:
     """One request of the stream."""
 
     index: int
-    segment: str  # unique although a domain may come again
+    segment: str  # unique although domains may repeat
     domain: str
     prompt: str
     max_tokens: int
-    concurrency: int  # most requests in flight when this one is admitted
+    concurrency: int  # maximum requests in flight when this one is sent
     ignore_eos: bool = True  # exactly `max_tokens` tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Options of the quickstart's stream: domains one after the other."""
+    """Options of the quickstart's stream, with one domain after the other."""
 
     domains: tuple[str, ...] = ("math", "sql")
     counts: tuple[int, ...] = (48, 240)
@@ -60,7 +59,7 @@ def read_prompts(folder: Path, domain: str) -> list[str]:
 
 
 def chat_prompts(folder: Path, domain: str, target: Path) -> list[str]:
-    """Prompts of a domain over the model's chat template, if it has one."""
+    """Return prompts of a domain in the model's chat template, if it has one."""
     prompts = read_prompts(folder, domain)
     config = target / "tokenizer_config.json"
     if not config.exists() or "chat_template" not in json.loads(config.read_text()):
@@ -81,12 +80,12 @@ def chat_prompts(folder: Path, domain: str, target: Path) -> list[str]:
 def choose_prompts(
     prompts: Sequence[str], count: int, domain: str, seed: int
 ) -> list[tuple[str, str]]:
-    """`count` distinct prompts with their domain, in an order by the seed."""
+    """Return `count` distinct prompts with their domain, shuffled by the seed."""
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < count:
         raise StreamError(
-            f"domain {domain!r} has {len(distinct)} distinct prompts, the stream "
-            f"wants {count}; ask for fewer requests"
+            f"domain {domain!r} has {len(distinct)} distinct prompts, fewer than the "
+            f"{count} of the stream; reduce the number of requests"
         )
     rng = random.Random(f"{seed}:{domain}")
     rng.shuffle(distinct)
@@ -96,7 +95,7 @@ def choose_prompts(
 def build_stream(
     prompts: Mapping[str, Sequence[str]], options: StreamOptions, num_more: int = 0
 ) -> tuple[list[StreamRequest], list[StreamRequest]]:
-    """A stream, and `num_more` other requests of its first domain.
+    """Build a stream, and `num_more` other requests of its first domain.
 
     The model may end an answer before `max_tokens` tokens.
 
@@ -130,7 +129,7 @@ def _stretch(
     concurrency: Sequence[int],
     ignore_eos: bool = True,
 ) -> list[StreamRequest]:
-    """Requests of a segment, at whose start the cycle of concurrency begins."""
+    """Return the requests of a segment; the concurrency cycle starts with it."""
     return [
         StreamRequest(
             first + place,
@@ -146,7 +145,7 @@ def _stretch(
 
 
 def segments(stream: Sequence[StreamRequest]) -> list[list[StreamRequest]]:
-    """Splits the stream where it is drained, in order."""
+    """Split the stream into its segments, in order."""
     parts: list[list[StreamRequest]] = []
     for request in stream:
         if not parts or parts[-1][0].segment != request.segment:
@@ -159,7 +158,7 @@ def read_domains(folder: Path, domains: Sequence[str]) -> dict[str, list[str]]:
     try:
         return {domain: read_prompts(folder, domain) for domain in domains}
     except StreamError as error:
-        raise BenchError(f"{error}; give --prompts the folder that has it") from None
+        raise BenchError(f"{error}; set --prompts to a folder with them") from None
 
 
 def shift_stream(
@@ -169,7 +168,7 @@ def shift_stream(
     concurrency: Sequence[int],
     seed: int,
 ) -> list[StreamRequest]:
-    """Domains of `prompts` one after the other."""
+    """Build a stream of the domains of `prompts`, one after the other."""
     requests: list[StreamRequest] = []
     for place, (domain, count) in enumerate(zip(prompts, counts, strict=True)):
         try:
@@ -182,11 +181,11 @@ def shift_stream(
 
 
 def segment_name(place: int, domain: str) -> str:
-    """Name of a stretch, unique although a domain may come again."""
+    """Return the name of a segment, unique although domains may repeat."""
     return f"{place} {domain}"
 
 
-# What the draft that is kept here was trained on, and what it was not.
+# `home`: training domain of the committed draft; `shifted`: another domain.
 DOMAIN_FILES: Mapping[str, str] = {"home": "math", "shifted": "sql"}
 
 
@@ -194,7 +193,7 @@ DOMAIN_FILES: Mapping[str, str] = {"home": "math", "shifted": "sql"}
 class BenchRequest:
     """One request of token ids."""
 
-    index: int  # place in the cell's sequence; the same request in every arm
+    index: int  # index in the cell's sequence; the same request in every arm
     segment: str  # domain
     prompt: tuple[int, ...]  # token ids
     max_tokens: int  # output tokens
@@ -214,13 +213,13 @@ class PromptPool:
 
 
 def load_pool(folder: Path, target: Path, domains: Sequence[str]) -> PromptPool:
-    """Reads and tokenises the prompts of some domains."""
+    """Read and tokenise the prompts of some domains."""
     from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
     path = target / "tokenizer.json"
     if not path.exists():
         raise BenchError(
-            f"{target} has no tokenizer.json; give --target a model folder"
+            f"{target} has no tokenizer.json; set --target to a model folder"
         )
     tokenizer = Tokenizer.from_file(str(path))
     prompts: dict[str, list[tuple[int, ...]]] = {}
@@ -229,9 +228,7 @@ def load_pool(folder: Path, target: Path, domains: Sequence[str]) -> PromptPool:
             name = DOMAIN_FILES.get(domain, domain)
             texts = dict.fromkeys(chat_prompts(folder, name, target))
         except StreamError as error:
-            raise BenchError(
-                f"{error}; give --prompts the folder that has it"
-            ) from None
+            raise BenchError(f"{error}; set --prompts to a folder with them") from None
         encoded = [tuple(e.ids) for e in tokenizer.encode_batch(list(texts))]
         prompts[domain] = [ids for ids in encoded if ids]
     return PromptPool(prompts)

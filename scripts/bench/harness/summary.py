@@ -1,11 +1,11 @@
-"""The figures of an arm, from its requests and the server's counters.
+"""Figures of an arm, from its requests and the server's counters.
 
 Definitions are vLLM's: TPOT = (end to end - TTFT) / (output tokens - 1) by request;
 acceptance length = 1 + accepted draft tokens / drafts (the bonus token counts).
 
-`tokens_per_step` is the client's view, by request: output tokens after the first chunk
-/ chunks after it, that is tokens per engine step, steps without a draft included;
-chunks that a busy API server sends together make it too high.
+`tokens_per_step` is measured by the client, by request: output tokens after the first
+chunk / chunks after it. This is tokens per engine step, including steps without a
+draft. It is too high if a busy API server sends several chunks together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_tide.capture.policy import REFUSALS
 
 
 def step_ms(results: Sequence[RequestResult]) -> float | None:
-    """Median time between two chunks of a request (ms): an engine step."""
+    """Return the median time between two chunks of a request (ms): one engine step."""
     gaps = []
     for result in results:
         times = [t_s for t_s, _ in result.chunks] if result.ok else []
@@ -46,12 +46,12 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-# Reasons of vllm_tide:dropped_rows of requests that are left out on purpose.
+# Reasons of vllm_tide:dropped_rows for requests that are never captured.
 REQUEST_REASONS = frozenset(REFUSALS)
 
 
 def stretches(run: ArmRun) -> dict[str, list[SegmentRun]]:
-    """Parts of each stretch of one domain, in order."""
+    """Return the parts of each stretch of one domain, in order."""
     parts: dict[str, list[SegmentRun]] = {}
     for part in run.segments:
         parts.setdefault(part.name, []).append(part)
@@ -63,7 +63,7 @@ def last_quarter(parts: Sequence[SegmentRun]) -> Sequence[SegmentRun]:
 
 
 def phases(run: ArmRun) -> dict[str, Sequence[SegmentRun]]:
-    """Parts before the first shift and after it, and the last quarter of the last."""
+    """Return parts before and after the first shift, and the last quarter."""
     before, *after = list(stretches(run).values()) or [[]]
     return {
         "before_shift": before,
@@ -73,7 +73,7 @@ def phases(run: ArmRun) -> dict[str, Sequence[SegmentRun]]:
 
 
 def acceptance_length(edges: Sequence[tuple[Scrape, Scrape]]) -> float | None:
-    """1 + accepted / drafts over stretches; None without speculation."""
+    """Return 1 + accepted / drafts over stretches; None without speculation."""
     drafts = sum(end.value(DRAFTS) - start.value(DRAFTS) for start, end in edges)
     accepted = sum(end.value(ACCEPTED) - start.value(ACCEPTED) for start, end in edges)
     return 1.0 + accepted / drafts if drafts > 0 else None
@@ -119,10 +119,10 @@ def _rates(parts: Sequence[SegmentRun]) -> dict[str, float | None]:
 
 
 def swap_pauses_s(samples: Sequence[Scrape]) -> list[float] | None:
-    """Each swap's pause in seconds, or None if some were not seen singly.
+    """Return each swap's pause in seconds, or None if some are unknown.
 
-    The gauge `last_swap_seconds` names the latest pause, so a pause is known
-    exactly when the counter grew by one between two samples.
+    The gauge `last_swap_seconds` has only the latest pause, so a pause is exact if the
+    counter grew by one between two samples.
     """
     pauses: list[float] = []
     for before, after in itertools.pairwise(samples):
@@ -135,7 +135,7 @@ def swap_pauses_s(samples: Sequence[Scrape]) -> list[float] | None:
 
 
 def swap_times_s(samples: Sequence[Scrape]) -> list[float]:
-    """Times of the readings that saw a new draft served."""
+    """Return the times of readings with a newly installed draft."""
     pairs = itertools.pairwise(samples)
     return [b.t_s for a, b in pairs if b.value(SWAPS) > a.value(SWAPS)]
 
@@ -154,7 +154,7 @@ def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
     else:
         p50 = bucket_quantile(last.buckets(SWAP_SECONDS), 0.5)
         longest = last.value(LONGEST_SWAP)
-    # The server's own maximum covers what fell between two samples.
+    # The server's maximum includes swaps between two samples.
     if longest is not None:
         longest = max(longest, last.value(LONGEST_SWAP))
     return {
@@ -167,18 +167,18 @@ def swap_figures(samples: Sequence[Scrape]) -> dict[str, object]:
 
 
 def swaps_after_shifts_s(run: ArmRun) -> list[float | None]:
-    """For each shift: seconds from its first request to the next swap seen."""
-    found = []
+    """Return, for each shift, seconds from its first request to the next swap."""
+    seconds = []
     for first, *_ in list(stretches(run).values())[1:]:
         began = min(result.start_s for result in first.results)
         before = first.start.value(SWAPS)
         later = (s for s in run.samples if s.t_s >= began and s.value(SWAPS) > before)
-        found.append(rounded(next((s.t_s - began for s in later), None), 2))
-    return found
+        seconds.append(rounded(next((s.t_s - began for s in later), None), 2))
+    return seconds
 
 
 def capture_figures(samples: Sequence[Scrape]) -> dict[str, object]:
-    """Captured and dropped rows of an arm."""
+    """Return captured and dropped rows of an arm."""
     if not samples:
         return {"rows": 0, "dropped": 0}
     last = samples[-1]
@@ -194,20 +194,20 @@ def capture_figures(samples: Sequence[Scrape]) -> dict[str, object]:
 
 
 def throughput(parts: Sequence[SegmentRun]) -> float | None:
-    """Output tokens per second of the time requests were running."""
+    """Return output tokens per second of the time with running requests."""
     seconds = sum(part.duration_s for part in parts)
     tokens = sum(part.num_output_tokens for part in parts)
     return tokens / seconds if seconds > 0 else None
 
 
 def tokens_per_step(results: Sequence[RequestResult]) -> float | None:
-    """Client's tokens per engine step; None without a second chunk."""
+    """Return tokens per engine step, by chunks; None without a second chunk."""
     later = [chunk for result in results for chunk in result.chunks[1:]]
     return sum(count for _, count in later) / len(later) if later else None
 
 
 def request_columns(results: Sequence[RequestResult]) -> dict[str, list[Any]]:
-    """Columns of answered requests, in the order given."""
+    """Return columns of successful requests, in the given order."""
     return {
         "index": [r.index for r in results],
         "start_s": [round(r.start_s, 2) for r in results],

@@ -1,6 +1,6 @@
-"""Trainers of a run directory: status files, event logs, and a process started here.
+"""Trainers of a run directory: status files, event logs, and a trainer process.
 
-Read tolerantly: a field that is missing, or of another type, is None.
+A field that is missing, or of another type, is read as None.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _STATUS_KEYS = (
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Events of all trainers, oldest first; damaged lines are left out."""
-    found: list[dict[str, Any]] = []
+    """Return the events of all trainers, oldest first; skip damaged lines."""
+    events: list[dict[str, Any]] = []
     for path in sorted(run_dir.glob("events-*.jsonl")):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -64,41 +64,41 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError:  # the last line may still be being written
+            except ValueError:  # the last line may be incomplete
                 continue
             if isinstance(event, dict):
-                found.append({key: event.get(key) for key in EVENT_KEYS} | event)
-    return sorted(found, key=lambda event: number(event["unix"]) or 0.0)
+                events.append({key: event.get(key) for key in EVENT_KEYS} | event)
+    return sorted(events, key=lambda event: number(event["unix"]) or 0.0)
 
 
 def training_seconds(
     statuses: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()
 ) -> float | None:
-    """Seconds all trainers trained; None if nobody says."""
-    told = total([number(status.get("training_seconds")) for status in statuses])
-    if told is not None:
-        return told
+    """Return the training seconds of all trainers; None if not reported."""
+    seconds = total([number(status.get("training_seconds")) for status in statuses])
+    if seconds is not None:
+        return seconds
     cycles = [event for event in events if event.get("event") == "cycle"]
     return total([number(event.get("seconds")) for event in cycles])
 
 
 def trainer_facts(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Part that a report keeps of each trainer's last status."""
+    """Return the fields of each trainer's last status that a report includes."""
     return [{key: status.get(key) for key in _STATUS_KEYS} for status in statuses]
 
 
 @dataclass
 class TrainerWatch:
-    """Places the trainers' events on the clock of the server's readings."""
+    """Converter of the trainers' event times to the clock of the readings."""
 
     run_dir: Path | None
-    # Unix times at which the arm was stopped, and for how long (s): its clock stood.
+    # Unix time and length (s) of each stop of the arm, which its clock excludes.
     waits: list[tuple[float, float]] = field(default_factory=list)
     _offset_s: float | None = None
 
     def on_sample(self, sample: Scrape) -> None:
         lag = time.time() - sample.t_s - sum(seconds for _, seconds in self.waits)
-        # A reading is noted a little after its time, never before.
+        # This call is never before the reading, so the smallest lag is the best.
         self._offset_s = lag if self._offset_s is None else min(self._offset_s, lag)
 
     def events(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ class TrainerWatch:
 
 
 STOP_S = 20.0
-# What binds the engine's threads would bind the trainer's too.
+# Variables that would bind the trainer's threads to the engine's cores.
 _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 
 
@@ -127,7 +127,7 @@ def trainer_process(
     run_dir: Path,
     module: Sequence[str] = ("-m", "vllm_tide", "train"),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a trainer for every engine of a run directory; stops it at the end."""
+    """Run a trainer for every engine of a run directory; stop it at the end."""
     config = options.work / "configs" / f"{name}-trainer.json"
     log = options.work / "logs" / f"{name}-trainer.log"
     for path in (config, log):
@@ -153,13 +153,13 @@ def trainer_process(
 
 
 def trainer_statuses(run_dir: Path | None) -> list[dict[str, Any]]:
-    """Reads the trainers' status files; one being replaced is skipped this time."""
-    found = []
+    """Read the trainers' status files; skip one that is being replaced."""
+    statuses = []
     for path in sorted(run_dir.glob("trainer-*.json")) if run_dir else ():
         try:
             status = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(status, dict):
-            found.append(status)
-    return found
+            statuses.append(status)
+    return statuses

@@ -1,4 +1,4 @@
-"""Experiments on real servers, one module each, imported when asked for."""
+"""Experiments on real servers, one module each, imported on demand."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ SUITES = {
 
 def kind_of(suite: str) -> type[CommonOptions]:
     if suite not in SUITES:
-        raise BenchError(f"--suite is one of {', '.join(SUITES)}")
+        raise BenchError(f"--suite must be one of {', '.join(SUITES)}")
     module = import_module(f"bench.suites.{suite}")
     kind: type[CommonOptions] = getattr(module, SUITES[suite])
     return kind
 
 
-def options_of(suite: str, given: Mapping[str, Any]) -> CommonOptions:
-    """Options of a suite from what the command line gave, by field."""
+def options_of(suite: str, values: Mapping[str, Any]) -> CommonOptions:
+    """Return the options of a suite from command-line values by field."""
     kind = kind_of(suite)
-    for name in sorted(given.keys() - {item.name for item in fields(kind)}):
-        raise BenchError(f"--{name.replace('_', '-')} is no option of --suite {suite}")
-    return kind(suite=suite, **given)
+    for name in sorted(values.keys() - {item.name for item in fields(kind)}):
+        option = f"--{name.replace('_', '-')}"
+        raise BenchError(f"{option} is not an option of --suite {suite}")
+    return kind(suite=suite, **values)
 
 
 def run(options: CommonOptions) -> int:

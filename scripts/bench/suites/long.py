@@ -1,16 +1,16 @@
-"""The long suite: adaptation inside one generation, on outputs of 1,800 tokens.
+"""The long suite: adaptation within one generation, on outputs of 1,800 tokens.
 
-Before anything is measured the target continues a pool of prompts by itself; by the
-share of distinct 4-grams of that continuation the lower third of the prompts is the
-*repetitive* group, the upper third the *other* one. A block of a group and a
-concurrency is one visit of every arm, in random order, to the same requests, each
-served to its end; ratios to `static` are taken within a block. Outputs are sampled with
-a seed; in a greedy pass of its own every arm's have to equal those of `none`. Arm
-`exact` adapts to one request at a time: it has visits of one request only.
+First the target continues a pool of prompts without speculation. By the share of
+distinct 4-grams of the continuation, the lower third of the prompts is the *repetitive*
+group, the upper third the *other* one. A block of a group and a concurrency is one
+visit of every arm, in random order, with the same requests, each served to its end.
+Ratios to `static` are taken within a block. Outputs are sampled with a seed; in a
+separate greedy pass the outputs of every arm must equal those of `none`. Arm `exact`
+adapts to one request at a time, so it has only visits of one request.
 
-`by_position` are tokens per message of the stream by generated position
-(`POSITION_EDGES`): a message is a step's tokens where the client keeps up, steps
-without drafts included. `acceptance_length` is vLLM's, of verified drafts of all
+`by_position` is the number of tokens per message of the stream by generated position
+(`POSITION_EDGES`). If the client is fast enough, a message has the tokens of one step,
+including steps without drafts. `acceptance_length` is vLLM's, of verified drafts of all
 sources.
 """
 
@@ -70,20 +70,20 @@ from bench.harness.stream import BenchRequest, load_pool
 
 GROUPS = REPETITIVE, OTHER = "repetitive", "other"
 POSITION_EDGES = (200, 500, 900, 1300)
-"""Generated tokens at which the next bin of `by_position` begins."""
+"""Generated positions where a new bin of `by_position` begins."""
 TEMPERATURE = 0.7
 GRAM = 4
 EXACT = "exact"
 _STATIC_ARM = f"static{MEMORY_TOKENS}"
-# What a server takes beside weights and KV cache, before one was seen.
+# Expected memory of a server without weights and KV cache.
 SERVER_MIB = 1600.0
-MOST_FAILURES = 2
+MAX_FAILURES = 2
 _ADAPTING = "shared", "memory_shared", EXACT, "everything"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Requests of a group, so many at once."""
+    """Requests of a group at one concurrency."""
 
     domain: str
     batch: int
@@ -93,8 +93,8 @@ class Cell:
         return f"batch {self.batch}, {self.domain}"
 
 
-# An engine on all cores leaves a trainer at niceness 10 two hundredths of one: so the
-# engine has half of them by default.
+# The engine has half of the cores by default: on all of them it would leave 2% of a
+# core to a trainer at niceness 10.
 @dataclass(frozen=True, kw_only=True)
 class LongOptions(CommonOptions):
     """Options of the suite of long outputs."""
@@ -103,23 +103,23 @@ class LongOptions(CommonOptions):
     control: Mapping[str, Any] = option(
         dict, "JSON put into tide.control of every tide arm"
     )
-    domains: tuple[str, ...] = option(("python", "c", "docs_en"), "of the prompts")
+    domains: tuple[str, ...] = option(("python", "c", "docs_en"), "prompt domains")
     max_input_tokens: int = 128
     batches: tuple[int, ...] = option((1, 4, 8), "requests in flight")
     max_num_seqs: int | None = None
     groups: tuple[str, ...] = option(GROUPS, "repetitive,other")
     minutes: float = option(
-        40.0, "no block begins after so many; one of each is served"
+        40.0, "no block begins later, except the first of each cell"
     )
-    output_tokens: int = option(1800, "per request")
-    sorted_prompts: int = option(24, "prompts that are sorted into groups")
+    output_tokens: int = option(1800, "output tokens per request")
+    sorted_prompts: int = option(24, "prompts to sort into groups")
     greedy_requests: int = option(4, "requests of the greedy pass")
     max_model_len: int = 2048
 
     @property
     def arm_names(self) -> tuple[str, ...]:
-        given = self.arms or (NONE, "static", "memory", *_ADAPTING)
-        return tuple(_STATIC_ARM if name == "static" else name for name in given)
+        names = self.arms or (NONE, "static", "memory", *_ADAPTING)
+        return tuple(_STATIC_ARM if name == "static" else name for name in names)
 
     @property
     def num_seqs(self) -> int:
@@ -142,43 +142,43 @@ class LongOptions(CommonOptions):
         if len(self.model_sizes) > 1:
             raise BenchError("--model-sizes: this suite serves one size at a time")
         if not self.domains:
-            raise BenchError("--domains names no domain")
+            raise BenchError("--domains: no domain given")
         if not {NONE, _STATIC_ARM} <= set(self.arm_names):
-            raise BenchError("--arms: needs none and static")
+            raise BenchError("--arms: must include none and static")
         if not self.groups or set(self.groups) - set(GROUPS):
-            raise BenchError(f"--groups: of {', '.join(GROUPS)}")
+            raise BenchError(f"--groups: choose from {', '.join(GROUPS)}")
         if min(self.batches, default=0) < 1 or self.num_seqs < max(self.batches):
-            raise BenchError("--batches are whole numbers up to --max-num-seqs")
+            raise BenchError("--batches: must be from 1 to --max-num-seqs")
         if self.sorted_prompts < 3 or self.minutes <= 0 or self.greedy_requests < 1:
             raise BenchError(
-                "--sorted-prompts is at least 3; --minutes and --greedy-requests are "
-                "positive"
+                "--sorted-prompts must be at least 3; --minutes and --greedy-requests "
+                "must be positive"
             )
         most = self.max_input_tokens + self.output_tokens + TIDE_MAX_TOKENS + 1
-        able = read_config(self.target).get("max_position_embeddings", most)
-        if self.output_tokens < 2 or most > min(self.max_model_len, able):
+        limit = read_config(self.target).get("max_position_embeddings", most)
+        if self.output_tokens < 2 or most > min(self.max_model_len, limit):
             raise BenchError(
                 f"--max-model-len {self.max_model_len} is too short for prompts of "
                 f"{self.max_input_tokens} and outputs of {self.output_tokens} tokens; "
-                f"at least {most}, and the model takes {able}"
+                f"at least {most} is needed, and the model supports {limit}"
             )
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of distinct 4-grams, 0 to 1."""
+    """Return the share of distinct 4-grams, 0 to 1."""
     grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
     return len(set(grams)) / max(len(grams), 1)
 
 
 def sort_prompts(shares: Sequence[float]) -> dict[str, list[int]]:
-    """Places of the prompts of each group: the lower third, and the upper one."""
+    """Return the prompt indices of each group: the lower and the upper third."""
     order = sorted(range(len(shares)), key=lambda place: shares[place])
     third = len(order) // 3
     return {REPETITIVE: order[:third], OTHER: order[-third:]}
 
 
 def by_position(results: Iterable[RequestResult]) -> list[float | None]:
-    """Tokens per message of the stream, of each bin of generated positions."""
+    """Return tokens per message of the stream, by bin of generated positions."""
     tokens, messages = [0] * (len(POSITION_EDGES) + 1), [0] * (len(POSITION_EDGES) + 1)
     for result in results:
         at = 0
@@ -192,7 +192,7 @@ def by_position(results: Iterable[RequestResult]) -> list[float | None]:
 
 
 def rows_of(visits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every arm of every group and concurrency."""
+    """Return a row for every arm of every group and concurrency."""
     rows = []
     places = dict.fromkeys((v["group"], v["concurrency"]) for v in visits)
     for group, concurrency in places:
@@ -234,7 +234,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 class LongDocument(Document):
-    """The report: rows, and the visits that they rest on."""
+    """Report with the visits and the rows computed from them."""
 
     def __init__(self, options: LongOptions) -> None:
         body: dict[str, Any] = {
@@ -249,30 +249,31 @@ class LongDocument(Document):
 
     def write(self) -> None:
         self.data["rows"] = rows_of(self.data["visits"])
-        told = [v["identical"] for v in self.data["identity"].get("arms", {}).values()]
-        self.data["identical"] = all(told) if told else None  # None: not compared
+        arms = self.data["identity"].get("arms", {}).values()
+        same = all(verdict["identical"] for verdict in arms)
+        self.data["identical"] = same if arms else None  # None: not compared
         super().write()
 
 
-def visits(arm: str, cell: Cell) -> bool:
-    """True if a cell is served by an arm."""
+def serves(arm: str, cell: Cell) -> bool:
+    """Return whether an arm serves a cell."""
     return arm != EXACT or cell.batch == 1
 
 
 def wait_for_fast_draft(server: VllmServer) -> None:
-    """Waits for the trainer of a server that adapts while requests run."""
-    given = json.loads(server.options.speculative_config or "{}").get("tide", {})
-    until = time.monotonic() + TRAINER_TIMEOUT_S
-    while "adapt" in given.get("test_time", ()) and not has_trainer(
-        Path(given["run_dir"])
+    """Wait for the trainer of a server that adapts while requests run."""
+    tide = json.loads(server.options.speculative_config or "{}").get("tide", {})
+    deadline = time.monotonic() + TRAINER_TIMEOUT_S
+    while "adapt" in tide.get("test_time", ()) and not has_trainer(
+        Path(tide["run_dir"])
     ):
-        if time.monotonic() > until:
-            raise ServerError(f"no trainer joined within {TRAINER_TIMEOUT_S:g} s")
+        if time.monotonic() > deadline:
+            raise ServerError(f"no trainer attached within {TRAINER_TIMEOUT_S:g} s")
         time.sleep(0.5)
 
 
 class LongRun:
-    """Sorts the prompts, compares greedy outputs, measures block after block."""
+    """Run of the suite: sort prompts, compare greedy outputs, measure blocks."""
 
     def __init__(
         self,
@@ -295,11 +296,11 @@ class LongRun:
         try:
             with self._pool() as servers:
                 self._start(servers, self.arms[:1])
-                servers.check_room(self.arms)
+                servers.check_memory(self.arms)
                 self.visits(servers)
         finally:
             shutil.rmtree(self.run_dir, ignore_errors=True)
-            self.progress.say("comparing outputs")
+            self.progress.log("comparing outputs")
             none_first = dict(sorted(self.greedy.items(), key=lambda a: a[0] != NONE))
             identity = identity_of(none_first, self.target.path, self.options.dtype)
             self.doc.data["identity"] = identity
@@ -309,11 +310,11 @@ class LongRun:
 
     def _pool(self) -> ServerPool:
         weights = sum(f.stat().st_size for f in self.target.path.glob("*.safetensors"))
-        # Checkpoints are 16 bit.
+        # Checkpoints have 16 bits per weight.
         weights_mib = weights / MIB * ELEMENT_BYTES[self.options.dtype] / 2
         expected_mib = SERVER_MIB + 1.2 * weights_mib + self.kv_bytes / MIB
-        say = self.progress.say
-        return ServerPool(self.server_options, self._warm_up, say, expected_mib)
+        log = self.progress.log
+        return ServerPool(self.server_options, self._warm_up, log, expected_mib)
 
     @property
     def kv_bytes(self) -> int:
@@ -352,10 +353,10 @@ class LongRun:
         }
 
     def failed(self, servers: ServerPool, arm: Arm, where: str, error: object) -> None:
-        """Notes that a visit failed; its server is started again for the next."""
+        """Record a failed visit; stop its server, which restarts for the next one."""
         self.failures[arm.name] = self.failures.get(arm.name, 0) + 1
         self.doc.problem(f"{where}, {arm.name}: {error}")
-        self.progress.say(f"{where}, {arm.name}: FAILED: {error}")
+        self.progress.log(f"{where}, {arm.name}: FAILED: {error}")
         servers.drop(arm)
         self.doc.write()
 
@@ -380,8 +381,8 @@ class LongRun:
                     prompts[(first + i) % len(prompts)] for i in range(cell.batch)
                 ]
                 for arm in rng.sample(self.arms, len(self.arms)):
-                    given_up = self.failures.get(arm.name, 0) >= MOST_FAILURES
-                    if not given_up and visits(arm.name, cell):
+                    failed = self.failures.get(arm.name, 0) >= MAX_FAILURES
+                    if not failed and serves(arm.name, cell):
                         self._visit(servers, arm, cell, block, chosen)
                 self.doc.write()
 
@@ -394,7 +395,7 @@ class LongRun:
         wait_for_fast_draft(server)
 
     def _prompts(self, seed: str) -> dict[str, list[tuple[int, ...]]]:
-        """Prompts of each domain, cut to their length, in an order by the seed."""
+        """Return the truncated prompts of each domain, shuffled by the seed."""
         options = self.options
         return {
             domain: [p[: options.max_input_tokens] for p in order]
@@ -407,46 +408,46 @@ class LongRun:
         return [BenchRequest(i, "long", p, length) for i, p in enumerate(prompts)]
 
     def _sorted(self, servers: ServerPool) -> dict[str, list[tuple[int, ...]]]:
-        """Prompts of each group, by what the target says to them."""
+        """Return the prompts of each group, sorted by the target's continuations."""
         options = self.options
         each = -(-options.sorted_prompts // len(options.domains))
         pool = [
             prompt for order in self._prompts("").values() for prompt in order[:each]
         ]
-        self.progress.say(f"sorting {len(pool)} prompts")
+        self.progress.log(f"sorting {len(pool)} prompts")
         none = next(arm for arm in self.arms if arm.name == NONE)
         extra = {"temperature": TEMPERATURE, "seed": options.seed}
-        found = measure_all(
+        measured = measure_all(
             servers.get(none), self._requests(pool), max(options.batches), extra
         )
-        shares = [distinct_share(result.token_ids) for result in found.results]
+        shares = [distinct_share(result.token_ids) for result in measured.results]
         groups = sort_prompts(shares)
         for name, places in groups.items():
-            told = [round(shares[place], 3) for place in places]
+            values = [round(shares[place], 3) for place in places]
             self.doc.data["groups"][name] = {
-                "prompts": len(told),
-                "distinct_4grams": told,
-                "mean": round(statistics.fmean(told), 3),
+                "prompts": len(values),
+                "distinct_4grams": values,
+                "mean": round(statistics.fmean(values), 3),
             }
-            self.progress.say(f"{name}: distinct 4-grams {told}")
+            self.progress.log(f"{name}: distinct 4-grams {values}")
         return {name: [pool[i] for i in places] for name, places in groups.items()}
 
     def _greedy(self, servers: ServerPool) -> None:
-        """Outputs of every arm without chance, to be compared with those of `none`."""
+        """Store the greedy outputs of every arm, for the comparison with `none`."""
         options = self.options
         prompts = self._prompts(":greedy")[options.domains[0]]
         requests = self._requests(prompts[: options.greedy_requests])
         for arm in self.arms:
-            self.progress.say(f"greedy pass: {arm.name}")
+            self.progress.log(f"greedy pass: {arm.name}")
             try:
                 most = 1 if arm.name == EXACT else max(options.batches)
-                found = measure_all(servers.get(arm), requests, most)
+                measured = measure_all(servers.get(arm), requests, most)
             except BROKEN as error:
                 self.failed(servers, arm, "greedy pass", sentence(error))
                 continue
-            if failed := found.record["failed"]:
+            if failed := measured.record["failed"]:
                 self.doc.problem(f"greedy pass, {arm.name}: {failed} requests failed")
-            self.greedy[arm.name] = found.results
+            self.greedy[arm.name] = measured.results
 
     def _visit(
         self,
@@ -460,32 +461,32 @@ class LongRun:
         extra = {
             "temperature": TEMPERATURE,
             "seed": self.options.seed + block,
-            # An arm must not find another visit's prefixes cached.
+            # Prevent prefix cache hits from another visit.
             "cache_salt": f"{cell.name} {block} {arm.name}",
         }
         try:
-            found = measure_all(servers.get(arm), requests, concurrency, extra)
+            measured = measure_all(servers.get(arm), requests, concurrency, extra)
         except BROKEN as error:
             self.failed(servers, arm, cell.name, sentence(error))
             return
-        if failed := found.record["failed"]:
+        if failed := measured.record["failed"]:
             self.doc.problem(f"{cell.name}, {arm.name}: {failed} requests failed")
             return
         name = "static" if STATIC.match(arm.name) else arm.name
         place = {"arm": name, "group": cell.domain, "concurrency": concurrency}
-        steps = {"by_position": by_position(found.results), "block": block}
-        self.doc.data["visits"].append({**place, **steps, **found.record})
-        rate = found.record["output_tokens_per_s"]
-        self.progress.say(f"{cell.name}, block {block}, {arm.name}: {rate} tokens/s")
+        steps = {"by_position": by_position(measured.results), "block": block}
+        self.doc.data["visits"].append({**place, **steps, **measured.record})
+        rate = measured.record["output_tokens_per_s"]
+        self.progress.log(f"{cell.name}, block {block}, {arm.name}: {rate} tokens/s")
 
 
 def run(options: LongOptions) -> int:
-    """Measures the cells; returns 0 only if every greedy output was right."""
+    """Measure the cells; return 0 only if every greedy output was right."""
     options.check()
     doc, progress = LongDocument(options), Progress()
     inflated = options.model_sizes or (options.target == DEMO / "target") * ("90m",)
     folder = options.work / "models"
-    (target,) = targets_of(options.target, inflated, folder, progress.say)
+    (target,) = targets_of(options.target, inflated, folder, progress.log)
 
     def facts() -> dict[str, Any]:
         return {
@@ -495,14 +496,14 @@ def run(options: LongOptions) -> int:
             "engine_cpus": list(options.engine_cpus),
             "client_api_cpus": list(options.other_cpus),
             "enforce_eager": not options.compile,
-            "prefix_caching": "on; each visit has a cache salt of its own",
+            "prefix_caching": "on; each visit has a different cache salt",
             "seed": options.seed,
             "waiting_servers": "stopped with SIGSTOP",
             "client_nice": f"{CLIENT_NICE} while measuring, where permitted",
         }
 
-    measured = LongRun(options, target, doc, progress)
-    status = conduct(doc, options, facts, measured.run, progress.say)
+    suite = LongRun(options, target, doc, progress)
+    status = conduct(doc, options, facts, suite.run, progress.log)
     for row in doc.data["rows"]:
         print(
             {

@@ -1,4 +1,4 @@
-"""The multi suite: two servers on two domains at the same time, one trainer."""
+"""The multi suite: two concurrent servers on two domains with one trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.harness.arm import (
     SegmentRun,
     drive,
     finish,
-    owned_segments,
+    segment_paths,
     stop,
     wait_for_trainer,
 )
@@ -50,17 +50,17 @@ from vllm_tide.transport.rendezvous import read_manifests
 
 
 def before_first_swap(samples: Sequence[Scrape]) -> float | None:
-    """Acceptance length of the first draft; None if nothing was drafted."""
+    """Return the acceptance length of the first draft; None without drafts."""
     ordered = sorted(samples, key=lambda sample: sample.t_s)
     if not ordered:
         return None
     first = ordered[0].value(SWAPS)
-    under = [sample for sample in ordered if sample.value(SWAPS) == first]
-    return rounded(acceptance_length([(under[0], under[-1])]))
+    served = [sample for sample in ordered if sample.value(SWAPS) == first]
+    return rounded(acceptance_length([(served[0], served[-1])]))
 
 
 PARTS = 4
-"""Drained stretches of each stream."""
+"""Drained segments of each stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,16 @@ class MultiOptions(SuiteOptions):
     def check(self) -> None:
         super().check()
         if len(self.domains) < 2:
-            raise BenchError("--domains: one for each server, at least two")
+            raise BenchError("--domains: give one per server, at least two")
         if min(self.counts()) < PARTS:
-            raise BenchError(f"--requests is at least {PARTS}")
+            raise BenchError(f"--requests must be at least {PARTS}")
 
     def cpus(self) -> tuple[int, ...]:
         return tuple(sorted({*self.engine_cpus, *self.other_cpus}))
 
 
 def multi_streams(options: MultiOptions) -> dict[str, list[StreamRequest]]:
-    """Each server's stream by domain, in `PARTS` stretches."""
+    """Return each server's stream by domain, in `PARTS` segments."""
     out = {}
     for domain, count in zip(options.domains, options.counts(), strict=True):
         stream = shift_stream(
@@ -125,7 +125,7 @@ def run(options: MultiOptions) -> int:
             try:
                 _measure(session, options, streams, run_dir)
             except TimeoutError:
-                raise StoppedError("cut off: --max-minutes is over") from None
+                raise StoppedError("stopped: --max-minutes is over") from None
             except BROKEN as error:
                 raise StoppedError(sentence(error)) from error
 
@@ -138,7 +138,7 @@ def _measure(
     streams: dict[str, list[StreamRequest]],
     run_dir: Path,
 ) -> None:
-    # Each server's engine has a core of its own; what drives them belongs to neither.
+    # Each server's engine has a separate core; the client may use all of them.
     os.sched_setaffinity(0, options.cpus())
     section = merged(
         trained_section(options, run_dir, {"train": {"cpus": list(options.cpus())}}),
@@ -159,20 +159,20 @@ def _measure(
                     other_cpus=cpus,
                 )
             )
-            session.progress.say(f"starting the server of {domain}")
+            session.progress.log(f"starting the server of {domain}")
             stack.enter_context(server)
             server.wait_ready(lambda _: None)
             known = {member.engine_id for member in members}
-            found = [m for m in read_manifests(run_dir) if m.engine_id not in known]
-            if not found:
-                raise RuntimeError(f"the server of {domain} did not announce itself")
+            new = [m for m in read_manifests(run_dir) if m.engine_id not in known]
+            if not new:
+                raise RuntimeError(f"the server of {domain} wrote no manifest")
             members.append(
                 _Member(
                     domain,
                     server,
                     stream,
                     TrainerWatch(run_dir),
-                    found[-1].engine_id,
+                    new[-1].engine_id,
                     server.memory_mib().get("engine", {}),
                 )
             )
@@ -188,7 +188,7 @@ def _measure(
         }
         if died:
             session.document.problem("the trainer died")
-        owned = owned_segments(run_dir)
+        owned = segment_paths(run_dir)
         for member in members:
             _report(session, member)
     left = [path.name for path in owned if path.exists()]
@@ -216,7 +216,7 @@ def _report(session: Session, member: _Member) -> None:
     finish(member.server, run, member.at_start)
     stop(member.server, run, None)
     figures = learning_figures(run, member.stream, member.watch)
-    # The trainer's own are reported once.
+    # The trainer's figures are reported once.
     for key in ("events", "trainers", "training_s"):
         figures.pop(key)
     last = figures["segments"][-1]["acceptance_length"] if parts else None
@@ -239,11 +239,11 @@ def _report(session: Session, member: _Member) -> None:
 
 
 def table(servers: dict[str, Any]) -> str:
-    found = list(servers.values())
+    figures = list(servers.values())
     rows = {
-        "tokens/s": [f["output_tokens_per_s"] for f in found],
-        "first": [f["acceptance_length_before_first_swap"] for f in found],
-        "last": [f["acceptance_length_last_part"] for f in found],
-        "swaps": [f["swaps"]["count"] for f in found],
+        "tokens/s": [f["output_tokens_per_s"] for f in figures],
+        "first": [f["acceptance_length_before_first_swap"] for f in figures],
+        "last": [f["acceptance_length_last_part"] for f in figures],
+        "swaps": [f["swaps"]["count"] for f in figures],
     }
     return columns_text(12, list(servers), rows)

@@ -1,9 +1,8 @@
-"""A trainer whose candidates are planted, run as a script of its own.
+"""Trainer that publishes planted bad drafts, run as a script.
 
-The real one (feeds, canary, rollback, status, events) but for one thing: instead of
-training it waits for a command in the run directory, spoils the first draft as asked
-(NaN, permuted rows, or noise), and offers that as a candidate which passed the held-out
-gate.
+It is the real trainer (feeds, canary, rollback, status, events) except for training: it
+waits for a command in the run directory, corrupts the first draft (NaN, permuted rows,
+or noise), and offers it as a candidate that passed the held-out gate.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ NAN, PERMUTED, NOISE = "nan", "permuted", "noise"
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One planted draft."""
+    """Kind and strength of a planted draft."""
 
     name: str  # as on the command line
     kind: str  # `nan`, `permuted` or `noise`
-    # Standard deviation of what is added, as a share of each tensor's own.
+    # Standard deviation of the noise, as a share of each tensor's.
     noise: float = 0.0
 
 
 def parse_plant(text: str) -> Plant:
-    """Planted head of `nan`, `permuted` or `noise0.1`."""
+    """Parse `nan`, `permuted` or `noise0.1`."""
     if text in (NAN, PERMUTED):
         return Plant(text, text)
     try:
@@ -56,8 +55,8 @@ def parse_plant(text: str) -> Plant:
         share = 0.0
     if not 0 < share < 100:
         raise BenchError(
-            f"--plants: {text!r} is none; give nan, permuted, or noise with its share, "
-            "such as noise0.1"
+            f"--plants: unknown plant {text!r}; give nan, permuted, or noise with its "
+            "share, such as noise0.1"
         )
     return Plant(text, NOISE, share)
 
@@ -65,11 +64,11 @@ def parse_plant(text: str) -> Plant:
 def planted(
     tensors: Mapping[str, Tensor], plant: Plant, seed: int
 ) -> dict[str, Tensor]:
-    """Spoilt copy of a head; shapes and types stay as they are.
+    """Return a corrupted copy of a draft with the same shapes and types.
 
     * `nan`: one weight of `fc` is NaN;
-    * `permuted`: the rows of every matrix of the layer but the output rows;
-    * `noise`: Gaussian noise on every float tensor.
+    * `permuted`: permute the rows of every matrix except embeddings and output rows;
+    * `noise`: add Gaussian noise to every float tensor.
     """
     random = torch.Generator().manual_seed(seed)
     out = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -97,7 +96,7 @@ ATTACH_S = 60.0
 
 
 def order_path(run_dir: Path, place: int) -> Path:
-    """File that orders the planted draft of a place (0, 1, ...)."""
+    """Return the file that requests the planted draft of an index (0, 1, ...)."""
     return run_dir / f"plant-{place:03d}.json"
 
 
@@ -112,9 +111,9 @@ class PlantingSidecar(Sidecar):
     """A sidecar that offers planted drafts.
 
     Args:
-        feeds: The engine has joined.
-        run_dir: Where orders are.
-        config: Its `tide` section.
+        feeds: Feeds with an attached engine.
+        run_dir: Folder of the order files.
+        config: The `tide` section.
     """
 
     def __init__(self, feeds: Feeds, run_dir: Path, config: TideConfig) -> None:
@@ -124,15 +123,15 @@ class PlantingSidecar(Sidecar):
         self._planted: set[int] = set()
 
     def _tick(self) -> bool:
-        """Ticks; a planted draft that was kept gives way to the first one again.
+        """Tick; replace a planted draft that the canary accepted by the first draft.
 
-        So every case begins with the good head and a window of its requests.
+        Every case then begins with the good draft and a window of its requests.
         """
         going = super()._tick()
         deployment = self.deployment
         if deployment.good in self._planted:
             self._planted.remove(deployment.good)
-            deployment.put_back(self._first, {"restored": 0})
+            deployment.republish(self._first, {"restored": 0})
             deployment.canary.restart()
         return going
 
@@ -142,10 +141,10 @@ class PlantingSidecar(Sidecar):
 
     def _train(self) -> None:
         path = order_path(self._orders, self._place)
-        wanted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        plant = parse_plant(wanted["plant"])
-        spoilt = planted(self._first, plant, wanted["seed"])
-        self.trainer.draft.take(spoilt)
+        command: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        plant = parse_plant(command["plant"])
+        corrupted = planted(self._first, plant, command["seed"])
+        self.trainer.draft.take(corrupted)
         before = self.deployment.published
         result = CycleResult(
             steps=0,
@@ -174,10 +173,10 @@ class PlantingSidecar(Sidecar):
 
 def _wait_for_engine(run_dir: Path) -> Feeds:
     feeds = open_feeds(run_dir)
-    until = time.monotonic() + ATTACH_S
+    deadline = time.monotonic() + ATTACH_S
     while not len(feeds):
         feeds.poll()
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise SystemExit(f"error: no live engine in {run_dir}")
         time.sleep(0.1)
     return feeds
@@ -190,8 +189,8 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = parse_tide(read_json_object(args.config)["tide"])
-    schedule.EPSILON = 1.0  # nothing is a shift
-    # Each planted head is a case of its own: none waits for the one before.
+    schedule.EPSILON = 1.0  # disable shift detection
+    # The cases are independent, so there is no backoff after a rollback.
     canary.BACKOFF_CYCLES = 0
     feeds = _wait_for_engine(args.run_dir)
     prepare_process(config.train, feeds.ids[0])

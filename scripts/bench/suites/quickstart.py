@@ -1,9 +1,9 @@
-"""Three arms on one stream of a real model: none, a frozen draft, everything.
+"""Three arms on one stream of a real model: no speculation, frozen draft, vllm_tide.
 
-Run by `scripts/quickstart.sh`. Every arm answers the same prompts over the model's chat
-template, in the same order and on the same cores, in turns of a few requests while the
-others are stopped. The frozen draft is served at the static length that was the fastest
-on other prompts of the first domain. Exit status 0 only if the run was sound.
+Run by `scripts/quickstart.sh`. Every arm serves the same prompts in the model's chat
+template, in the same order and on the same cores, in slices of a few requests while the
+others are stopped. The static length of the frozen draft is the fastest one on other
+prompts of the first domain. The exit status is 0 only if the run was sound.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from bench.harness.common import (
     clock_text,
 )
 from bench.harness.identity import Rescored, compare_arms, rescore_all
+from bench.harness.interleave import SLICE_REQUESTS, InterleavedArm, slices
 from bench.harness.options import all_cpus, json_object, list_of
 from bench.harness.plots import draw
 from bench.harness.quickstart_report import (
@@ -65,17 +66,16 @@ from bench.harness.stream import (
     segments,
 )
 from bench.harness.summary import stretches, throughput
-from bench.harness.turns import TURN_REQUESTS, TurnTaker, turns
 
 STATIC_LENGTHS = (3,)
-"""As fast as 1 for the committed draft on math, and faster than 5."""
+"""For the committed draft on math 3 is as fast as 1 and faster than 5."""
 IDENTITY_REQUESTS = 24
 IDENTITY_TOKENS = 32
-"""Of the requests that are answered in float32 as well, where it is not served."""
+"""Output tokens of the comparison in float32, if another type is served."""
 
 
 def speculative_config(draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """Configuration that the frozen and the TIDE arm share."""
+    """Return the speculative config shared by the frozen and the TIDE arm."""
     return {
         "method": "eagle3",
         "model": str(draft),
@@ -84,12 +84,12 @@ def speculative_config(draft: Path, num_speculative_tokens: int) -> dict[str, An
 
 
 def tide_section(run_dir: Path) -> dict[str, Any]:
-    """`tide` section of the arm that learns: the defaults."""
+    """Return the `tide` section of the trained arm: the defaults."""
     return {"run_dir": str(run_dir)}
 
 
 def mode_of(section: Mapping[str, Any]) -> str:
-    """Returns "full" if a `tide` section leaves every part as it is by default."""
+    """Return "full" if a `tide` section keeps the default of every part."""
     tide, full = parse_tide(dict(section)), parse_tide({})
     parts = ("capture.enabled", "train.autostart", "deploy.canary", "swap.enabled")
     same = all(attrgetter(p)(tide) == attrgetter(p)(full) for p in parts)
@@ -106,7 +106,7 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     elif static := STATIC.match(name):
         config = json.dumps(speculative_config(args.draft, int(static[1])))
     elif name == "tide":
-        # Short: also a place for sockets; private: mode 0700.
+        # A short path, because sockets are there too; mode 0700.
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
         path = args.work / "tide.json"
         section = merged(tide_section(run_dir), args.tide)
@@ -130,45 +130,45 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
 def _keep_logs(name: str, run_dir: Path | None, work: Path) -> None:
     if run_dir is None or not run_dir.exists():
         return
-    kept = work / f"{name}-run"
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(run_dir, kept)
+    archive = work / f"{name}-run"
+    shutil.rmtree(archive, ignore_errors=True)
+    shutil.copytree(run_dir, archive)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-CANNOT = (ServerError, TimeoutError, RuntimeError, OSError, aiohttp.ClientError)
-"""What serving an arm may end in."""
+ARM_ERRORS = (ServerError, TimeoutError, RuntimeError, OSError, aiohttp.ClientError)
+"""Exceptions after which an arm is skipped."""
 
 
-def _can(name: str, serve: Callable[[], object]) -> bool:
-    """Whether `serve` worked; a line says why it did not."""
+def _try(name: str, serve: Callable[[], object]) -> bool:
+    """Return whether `serve` succeeded; print the reason if not."""
     try:
         serve()
-    except CANNOT as error:
-        what = str(error) or "took longer than its limit"
-        print(f"[{name:>6}] left out: {type(error).__name__}: {what}", flush=True)
+    except ARM_ERRORS as error:
+        reason = str(error) or "took longer than its limit"
+        print(f"[{name:>6}] left out: {type(error).__name__}: {reason}", flush=True)
         return False
     return True
 
 
-def serve_in_turns(
+def serve_interleaved(
     args: argparse.Namespace, names: Sequence[str], stream: Sequence[StreamRequest]
 ) -> dict[str, ArmRun]:
-    """Arms whose servers are resident together; one that cannot be served is left out.
+    """Serve the stream by all arms, with resident servers; leave out failing arms.
 
-    `tide` measures steps as it starts, so it starts alone.
+    `tide` starts alone, because it measures step times at the start.
     """
-    takers: dict[str, TurnTaker] = {}
+    arms: dict[str, InterleavedArm] = {}
     with ExitStack() as stack:
 
         def leave_out(name: str) -> None:
-            takers.pop(name).server.stop()
+            arms.pop(name).server.stop()
 
         def start(name: str) -> None:
             options = _arm_options(args, name)
             stack.callback(_keep_logs, name, options.run_dir, args.work)
             server = stack.enter_context(VllmServer(options.server))
-            takers[name] = TurnTaker(server, options, len(stream))
+            arms[name] = InterleavedArm(server, options, len(stream))
 
         def in_time(name: str) -> bool:
             leave_if_ended()
@@ -180,47 +180,47 @@ def serve_in_turns(
         plain = [name for name in names if name != "tide"]
         for group in filter(None, (plain, [name for name in names if name == "tide"])):
             print(f"starting {', '.join(group)}", flush=True)
-            started = [n for n in group if in_time(n) and _can(n, partial(start, n))]
+            started = [n for n in group if in_time(n) and _try(n, partial(start, n))]
             for name in started:
-                if not _can(name, takers[name].ready):
+                if not _try(name, arms[name].ready):
                     leave_out(name)
         began, done = time.monotonic(), 0
-        for part, ends in turns(stream, args.limits):
-            for name, taker in list(takers.items()):
-                turn = partial(taker.take, part, ends)
-                if not (in_time(name) and _can(name, turn)):
+        for part, ends in slices(stream, args.limits):
+            for name, arm in list(arms.items()):
+                serve = partial(arm.serve, part, ends)
+                if not (in_time(name) and _try(name, serve)):
                     leave_out(name)
             done += len(part)
             spent = time.monotonic() - began
             total = sum(args.limits.values()) or spent * len(stream) / done
             print(
                 f"{part[-1].domain:>6} {done:4}  tokens/s: "
-                + "  ".join(f"{name} {t.recent()}" for name, t in takers.items())
+                + "  ".join(f"{name} {arm.recent()}" for name, arm in arms.items())
                 + f"  left: {clock_text(max(0.0, total - spent))}",
                 flush=True,
             )
-        return {name: taker.end() for name, taker in takers.items()}
+        return {name: arm.end() for name, arm in arms.items()}
 
 
 FIRST_SHARE = 0.15
-"""Of the time, for the domain before the first shift."""
+"""Share of the time for the domain before the first shift."""
 ALONE_REQUESTS = 64
-"""Of each domain at most, where arms run one after another."""
+"""Maximum requests of each domain if arms run one after another."""
 SERVER_MIB = 4100.0
-"""Of a server of SmolLM2 in float32: three and the trainer took 12.2 GiB, without
-what they share of files."""
+"""Memory of a server of SmolLM2 in float32: three servers and the trainer took 12.2
+GiB without shared file pages."""
 
 
 def num_together(args: argparse.Namespace) -> int:
-    """Servers that are resident together: all, or one where memory is short."""
-    wanted = max(len(args.arms), len(args.static_lengths) if args.probes else 0)
-    need, have = wanted * SERVER_MIB, available_mib() - RESERVE_MIB
+    """Return the number of resident servers: all, or one if memory is short."""
+    count = max(len(args.arms), len(args.static_lengths) if args.probes else 0)
+    need, have = count * SERVER_MIB, available_mib() - RESERVE_MIB
     if need <= have:
-        return wanted
+        return count
     print(
-        f"{wanted} servers need {need / 1024:.1f} GiB together and "
+        f"{count} servers need {need / 1024:.1f} GiB together and "
         f"{max(0.0, have) / 1024:.1f} GiB are free: arms run one after another, so "
-        "what else the machine does meanwhile is in their ratios",
+        "other load on the machine affects their ratios",
         flush=True,
     )
     return 1
@@ -231,10 +231,10 @@ def serve_all(
     stream: Sequence[StreamRequest],
     probe: Sequence[StreamRequest],
 ) -> dict[str, ArmRun]:
-    """Every arm; sets `args.together`, `args.static_rates`, `args.frozen_length`.
+    """Serve all arms; set `args.together`, `args.static_rates`, `args.frozen_length`.
 
-    Arms that are served one after another answer the same number of requests, whatever
-    time that takes.
+    Arms that run one after another serve the same number of requests without a time
+    limit.
     """
     args.together = num_together(args)
     limits, args.limits = args.limits if args.together > 1 else {}, {}
@@ -245,13 +245,13 @@ def serve_all(
         runs: dict[str, ArmRun] = {}
         for first in range(0, len(names), args.together):
             group = names[first : first + args.together]
-            runs |= serve_in_turns(args, group, stream)
+            runs |= serve_interleaved(args, group, stream)
         return runs
 
     if args.probes:
         lengths = {f"static{n}": n for n in args.static_lengths}
-        tried = serve(list(lengths), probe)
-        rates = {lengths[n]: throughput(run.segments) for n, run in tried.items()}
+        probes = serve(list(lengths), probe)
+        rates = {lengths[n]: throughput(run.segments) for n, run in probes.items()}
         args.static_rates = {n: round(rate or 0.0, 3) for n, rate in rates.items()}
         if rates:
             args.frozen_length = max(args.static_rates, key=args.static_rates.get)
@@ -261,31 +261,44 @@ def serve_all(
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="quickstart", description=__doc__.split("\n")[0])
-    p.add_argument("--venv", type=Path, default=Path(sys.prefix), help="patched vLLM")
-    p.add_argument("--target", type=Path, required=True, help="served model")
-    text = "EAGLE-3 draft folder, or fresh with --arms none tide"
+    p.add_argument(
+        "--venv",
+        type=Path,
+        default=Path(sys.prefix),
+        help="environment with patched vLLM",
+    )
+    p.add_argument(
+        "--target", type=Path, required=True, help="folder of the served model"
+    )
+    text = "EAGLE-3 draft folder, or `fresh` with --arms none tide"
     p.add_argument("--draft", type=Path, required=True, help=text)
-    p.add_argument("--prompts", type=Path, required=True, help="<domain>.jsonl.gz")
-    p.add_argument("--work", type=Path, required=True, help="logs and configuration")
+    p.add_argument(
+        "--prompts", type=Path, required=True, help="folder of <domain>.jsonl.gz"
+    )
+    p.add_argument(
+        "--work", type=Path, required=True, help="folder for logs and configuration"
+    )
     p.add_argument("--json", type=Path, help="write the report here")
     p.add_argument("--picture", type=Path, help="write the PNG here")
     p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    p.add_argument("--min-swaps", type=int, default=1, help="fewer are not sound")
+    p.add_argument(
+        "--min-swaps", type=int, default=1, help="a run with fewer is not sound"
+    )
     d = StreamOptions()
-    text = "in order, as in math,sql,tools,math"
+    text = "domains in order, as in math,sql,tools,math"
     p.add_argument("--domains", type=list_of(str), default=d.domains, help=text)
-    text = "of each domain at most, as in 16,64,64,16"
+    text = "maximum requests of each domain, as in 16,64,64,16"
     p.add_argument("--requests", type=list_of(int), default=d.counts, help=text)
-    text = "that all arms take together; 0: as long as --requests take"
+    text = "total time of all arms; 0: until --requests are served"
     p.add_argument("--minutes", type=float, default=8.0, help=text)
-    text = "of the first domain, which choose among --static-lengths"
+    text = "requests of the first domain for the choice of the static length"
     p.add_argument("--probe-requests", type=int, default=12, help=text)
     p.add_argument("--max-tokens", type=int, default=d.max_tokens)
     p.add_argument(
         "--concurrency",
         type=list_of(int),
         default=d.concurrency_cycle,
-        help="requests in flight, by blocks of four, as in 1,2,4",
+        help="requests in flight, per block of four requests, as in 1,2,4",
     )
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--num-speculative-tokens", type=int, default=5)
@@ -293,9 +306,9 @@ def parser() -> argparse.ArgumentParser:
         "--static-lengths",
         type=list_of(int),
         default=STATIC_LENGTHS,
-        help="tried for the frozen draft, as in 1,3,5",
+        help="candidates for the frozen draft, as in 1,3,5",
     )
-    text = "auto: bfloat16 where the CPU computes in it"
+    text = "auto: bfloat16 if the CPU has fast bfloat16"
     choices = ("auto", "float32", "bfloat16")
     p.add_argument("--dtype", choices=choices, default="auto", help=text)
     p.add_argument("--engine-cpus", type=list_of(int), default=all_cpus()[:1])
@@ -303,26 +316,32 @@ def parser() -> argparse.ArgumentParser:
         "--other-cpus",
         type=list_of(int),
         default=all_cpus()[1:2] or all_cpus(),
-        help="API, client, trainer",
+        help="cores of API server, client and trainer",
     )
-    p.add_argument("--compile", action="store_true", help="no --enforce-eager")
+    p.add_argument(
+        "--compile", action="store_true", help="serve without --enforce-eager"
+    )
     p.add_argument(
         "--tide", type=json_object, default={}, help="JSON merged into the tide section"
     )
-    p.add_argument("--time-limit-s", type=float, default=1800.0, help="of an arm")
-    p.add_argument("--total-limit-s", type=float, default=5400.0, help="of all arms")
+    p.add_argument(
+        "--time-limit-s", type=float, default=1800.0, help="time limit of an arm"
+    )
+    p.add_argument(
+        "--total-limit-s", type=float, default=5400.0, help="time limit of all arms"
+    )
     return p
 
 
 def _streams(
     args: argparse.Namespace,
 ) -> tuple[list[StreamRequest], list[StreamRequest], dict[str, Any]]:
-    """The stream; others of its first domain, to try lengths; its options.
+    """Return the stream, probe requests for the static length, and the options.
 
-    Sets `args.limits`: seconds of each stretch.
+    Sets `args.limits`: seconds of each segment.
 
     Raises:
-        StreamError: There are too few prompts, or not a number for each domain.
+        StreamError: There are too few prompts, or not one number per domain.
     """
     options = StreamOptions(
         domains=args.domains,
@@ -334,7 +353,7 @@ def _streams(
     if len(args.domains) != len(args.requests) or min(args.requests, default=0) < 1:
         raise StreamError("--requests: give a number of at least 1 for each domain")
     if any(a == b for a, b in pairwise(args.domains)):
-        raise StreamError("--domains: a domain follows itself; name it once")
+        raise StreamError("--domains: a domain is repeated in a row; give it once")
     prompts = {
         name: chat_prompts(args.prompts, name, args.target)
         for name in dict.fromkeys(args.domains)
@@ -353,9 +372,10 @@ def _streams(
 def in_float32(
     args: argparse.Namespace, stream: Sequence[StreamRequest]
 ) -> tuple[list[Rescored], list[str]]:
-    """Differences between `none` and `tide` in float32, on requests of all domains.
+    """Compare `none` and `tide` in float32, on requests of all domains.
 
-    With them the reasons for which the comparison is not whole.
+    Returns:
+        The differences, and the reasons why the comparison is incomplete.
     """
     step = max(1, len(stream) // IDENTITY_REQUESTS)
     sample = [
@@ -365,7 +385,7 @@ def in_float32(
     print(f"answering {len(sample)} requests in float32 as well", flush=True)
     args = argparse.Namespace(**{**vars(args), "dtype": "float32"})
     args.limits = {}
-    runs = serve_in_turns(args, ("none", "tide"), sample)
+    runs = serve_interleaved(args, ("none", "tide"), sample)
     answered = [r for run in runs.values() for r in run.results if r.ok]
     reasons = []
     if len(answered) < 2 * len(sample):
@@ -388,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StreamError as error:
         options.error(str(error))
     began = time.monotonic()
-    # The engine's cores are left to the engine: the client belongs with the rest.
+    # The engine's cores are reserved; the client runs on the other cores.
     os.sched_setaffinity(0, args.other_cpus)
     args.deadline = began + args.total_limit_s
     args.frozen_length, args.static_rates = args.static_lengths[0], {}
@@ -421,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "frozen_length": args.frozen_length,
         "static_tokens_per_s_before_shift": args.static_rates,
         "stream": stream_facts | {"counts": counts},
-        "requests_in_a_turn": TURN_REQUESTS,
+        "requests_in_a_turn": SLICE_REQUESTS,
         "servers_together": args.together,
         "wall_clock_s": round(time.monotonic() - began, 1),
     }

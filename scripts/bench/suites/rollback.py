@@ -1,7 +1,7 @@
-"""The rollback suite: planted bad drafts on a real server, and how soon they are gone.
+"""The rollback suite: planted bad drafts on a real server, and the time to rollback.
 
-Each planted draft has a stretch of the stream: first requests with the good one, then
-it is published under load, then the verdict is waited for. Outputs must be those of a
+Each planted draft has a segment of the stream: requests with the good draft, then the
+publication under load, then requests until the verdict. Outputs must equal those of a
 server without speculation, and no request may fail.
 """
 
@@ -40,18 +40,18 @@ _OUTCOMES = {"refused": "refused", "rollback": "rolled_back", "keep": "kept"}
 def trials_of(
     events: Sequence[Mapping[str, Any]], results: Sequence[RequestResult]
 ) -> list[dict[str, Any]]:
-    """Record for each planted draft, in order.
+    """Return a record per planted draft, in order.
 
     Args:
-        events: Of `TrainerWatch.events`, with `t_s`.
-        results: Requests of the arm.
+        events: From `TrainerWatch.events`, with `t_s`.
+        results: Results of the arm's requests.
 
     Returns:
         `plant`, `version`; `outcome`: refused, rolled_back, kept or undecided, with the
         `reason`; `requests_until`: requests that ended between the publication and the
-        decision; `requests_on_it`: those that began with the planted head, as the
-        trainer counted; `decided_after_s` the publication; `restored_version`, the
-        publication that put the good head back.
+        decision; `requests_on_it`: requests that began with the planted draft, by the
+        trainer's count; `decided_after_s`: from publication to decision;
+        `restored_version`: version that republished the good draft.
     """
     ends = sorted(r.end_s for r in results if r.end_s is not None)
     out = []
@@ -59,7 +59,7 @@ def trials_of(
         if event.get("event") != "planted":
             continue
         version = event.get("version")
-        # The publication comes right before the note that it was planted.
+        # The `publish` event is right before the `planted` event.
         began = _time_of(events[: place + 1], "publish", version) or number(
             event.get("t_s")
         )
@@ -94,11 +94,11 @@ def trials_of(
 def trial_problems(
     trials: Sequence[Mapping[str, Any]], plants: Sequence[str]
 ) -> list[str]:
-    """Sentences on a NaN draft that served, and a permuted one that stayed.
+    """Return sentences on NaN drafts not refused and permuted drafts not rolled back.
 
-    A draft that is only slightly worse may be kept: it may be within the tolerance.
+    A slightly worse draft may stay, because it may be within the tolerance.
     """
-    found = [
+    problems = [
         f"{plant}: was never published"
         for plant in plants
         if plant not in [trial["plant"] for trial in trials]
@@ -106,10 +106,10 @@ def trial_problems(
     for trial in trials:
         outcome = trial["outcome"]
         if trial["plant"] == NAN and outcome != "refused":
-            found.append(f"{NAN}: {outcome}, not refused")
+            problems.append(f"{NAN}: {outcome}, not refused")
         if trial["plant"] == PERMUTED and outcome not in ("refused", "rolled_back"):
-            found.append(f"{PERMUTED}: {outcome}, not rolled back")
-    return found
+            problems.append(f"{PERMUTED}: {outcome}, not rolled back")
+    return problems
 
 
 def table(trials: Sequence[Mapping[str, Any]]) -> str:
@@ -151,13 +151,13 @@ class RollbackOptions(SuiteOptions):
     plants: tuple[str, ...] = option(
         ("nan", "permuted", "noise0.3", "noise0.1"), "nan,permuted,noise0.1"
     )
-    baseline_requests: int = option(32, "that finish before a draft is planted")
-    trial_requests: int = option(48, "after that")
+    baseline_requests: int = option(32, "requests before a draft is planted")
+    trial_requests: int = option(48, "requests after it is planted")
 
     def check(self) -> None:
         super().check()
         if not self.plants:
-            raise BenchError("--plants names no planted head")
+            raise BenchError("--plants: no planted draft given")
         for text in self.plants:
             parse_plant(text)
         if len(self.domains) != 1:
@@ -166,12 +166,12 @@ class RollbackOptions(SuiteOptions):
 
 
 def rollback_stream(options: RollbackOptions) -> list[StreamRequest]:
-    """Stream: a stretch for each planted draft."""
+    """Build the stream, with a segment per planted draft."""
     (domain,) = options.domains
     prompts = read_domains(options.prompts, (domain,))
     per_plant = options.baseline_requests + options.trial_requests
-    wanted = per_plant * len(options.plants)
-    count = min(wanted, len(set(prompts[domain])))
+    total = per_plant * len(options.plants)
+    count = min(total, len(set(prompts[domain])))
     pool = shift_stream(
         prompts, [count], options.output_tokens, options.concurrency, options.seed
     )
@@ -183,7 +183,7 @@ def rollback_stream(options: RollbackOptions) -> list[StreamRequest]:
                 index // per_plant, options.plants[index // per_plant]
             ),
         )
-        for index in range(wanted)
+        for index in range(total)
     ]
 
 
@@ -221,7 +221,7 @@ def _section(options: RollbackOptions, run_dir: Path) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir),
         "train": {"autostart": False, "cpus": list(options.other_cpus), "nice": 10},
-        # Nothing is trained here: rows of ids and counts are enough.
+        # Nothing is trained, so rows of ids and counts are enough.
         "schedule": {"mode": "tide"},
     }
 
@@ -248,7 +248,7 @@ def _serve(
 
     hooks = Hooks(on_sample=watch.on_sample, on_result=on_result, between=between)
     limit_s = session.left_s()
-    session.progress.say(f"arm planted: {len(stream)} requests")
+    session.progress.log(f"arm planted: {len(stream)} requests")
     server = VllmServer(server_options(options, session.target.path, "planted", config))
     view = LiveView("planted", len(stream), run_dir)
     module = (rollback_trainer.__file__,)
@@ -271,7 +271,7 @@ def _serve(
             stop(server, run, run_dir)
             return run
     except TimeoutError:
-        session.document.problem("planted: cut off, --max-minutes is over")
+        session.document.problem("planted: stopped, --max-minutes is over")
     except BROKEN as error:
         session.document.problem(f"planted: {sentence(error)}")
     return None

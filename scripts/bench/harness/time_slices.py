@@ -1,15 +1,15 @@
-"""vLLM engines that take turns on the same cores, some steps at a time.
+"""vLLM engines that run alternately on the same cores, in slices of some steps.
 
-How fast a shared host is changes by several percent from one second to the next, and as
-much over longer times: two servers that are measured one after the other differ by
-that. Here each arm's engine is a process of its own, scheduler and all, without HTTP;
-one at a time has a turn of a fraction of a second, the others are stopped (SIGSTOP).
-Turns end between two steps, and the clocks of a process that waits stand, so that no
-step and no round of control is longer for it.
+The speed of a shared host changes by several percent from one second to the next, and
+as much over longer times, so two servers measured one after the other differ by that.
+Here each arm's engine runs in a separate process with its scheduler and without HTTP.
+One engine at a time runs for a slice of a fraction of a second; the others are stopped
+(SIGSTOP). Slices end between two steps, and the clocks of a stopped process do not
+advance, so neither a step nor the controller measures the pause.
 
-Scheduler and worker send each other their messages serialised, as two processes do.
+Messages between scheduler and worker are serialised, as between two processes.
 
-Run as a script this file is such a process.
+Run as a script, this file is the engine process.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MODULE = "bench.harness.engine_turns"
+MODULE = "bench.harness.time_slices"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What an engine did in a turn.
+class TimeSlice:
+    """Measurements of one engine in one slice.
 
     Attributes:
-        seconds: By the wall clock.
-        cpu_s: CPU seconds of its process.
-        finished: Number and checksum of the output of each request that ended.
-        decode_steps: Of each step without a prompt in it: CPU time of the stepping
-            thread (ms), requests, drafts it verified, drafts it made.
-        error: Why there is no such thing; empty: all is well.
+        seconds: Wall-clock time.
+        cpu_s: CPU seconds of the process.
+        finished: Number and output checksum of each finished request.
+        decode_steps: For each step without prefill: CPU time of the stepping thread
+            (ms), requests, verified draft tokens, proposed draft tokens.
+        error: Error message; empty on success.
     """
 
     tokens: int = 0
@@ -56,16 +56,16 @@ class Turn:
 
 
 class Engine:
-    """An arm's process; stopped outside of its turns.
+    """Process of an arm's engine; stopped outside of its slices.
 
     Args:
-        speculative_config: As `vllm serve` takes it; None: no speculation.
-        arguments: More of `vllm serve`'s.
-        env: Of the process.
-        log: File for what it prints.
+        speculative_config: As for `vllm serve`; None: no speculation.
+        arguments: Further arguments of `vllm serve`.
+        env: Environment of the process.
+        log: File for its output.
 
     Raises:
-        RuntimeError: Of every method, where the engine failed.
+        RuntimeError: The engine failed (from every method).
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Engine:
         log: Path,
     ) -> None:
         self._log = log
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", MODULE, str(child_end.fileno())],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
             )
-        theirs.close()
+        child_end.close()
         try:
             self._pipe.send((str(model), speculative_config, list(arguments)))
-            self._answer()
+            self._receive()
         except BaseException:
             self.close()
             raise
@@ -98,37 +98,38 @@ class Engine:
     def begin(
         self, prompts: Sequence[Sequence[int]], batch: int, tokens: int, salt: str
     ) -> None:
-        """Drop what is under way; keep `batch` of these requests in flight."""
-        self._ask("begin", prompts, batch, tokens, salt)
+        """Abort running requests; keep `batch` of these requests in flight."""
+        self._call("begin", prompts, batch, tokens, salt)
 
-    def turn(self, seconds: float) -> Turn:
+    def run_slice(self, seconds: float) -> TimeSlice:
         """Run steps for so many seconds."""
-        return self._ask("turn", seconds)
+        return self._call("run_slice", seconds)
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, *command: Any) -> Turn:
+    def _call(self, *command: Any) -> TimeSlice:
         self._process.send_signal(signal.SIGCONT)
         self._pipe.send(command)
-        return self._answer()
+        return self._receive()
 
-    def _answer(self) -> Turn:
+    def _receive(self) -> TimeSlice:
         try:
-            turn: Turn = self._pipe.recv()
+            result: TimeSlice = self._pipe.recv()
         except EOFError:
-            turn = Turn(error="it has ended")
-        if turn.error:
-            end = self._log.read_text(errors="replace")[-2000:]  # it may not outlive us
-            where = f"an engine failed: {turn.error}; see {self._log}, which ends"
+            result = TimeSlice(error="the process has ended")
+        if result.error:
+            # The log may be in a temporary folder, so the message has its end.
+            end = self._log.read_text(errors="replace")[-2000:]
+            where = f"an engine failed: {result.error}; {self._log} ends with"
             raise RuntimeError(f"{where}\n{end}")
         self._process.send_signal(signal.SIGSTOP)
-        return turn
+        return result
 
 
-class Served:
-    """The engine inside of the process, and its requests."""
+class EngineLoop:
+    """The engine in its process, and its requests."""
 
     def __init__(
         self, model: str, speculative_config: str | None, arguments: list[str]
@@ -141,15 +142,15 @@ class Served:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        words = ["--model", model, *arguments]
+        command = ["--model", model, *arguments]
         if speculative_config is not None:
-            words += ["--speculative-config", speculative_config]
-        given = EngineArgs.from_cli_args(parser.parse_args(words))
-        self._engine = LLMEngine.from_vllm_config(given.create_engine_config())
+            command += ["--speculative-config", speculative_config]
+        engine_args = EngineArgs.from_cli_args(parser.parse_args(command))
+        self._engine = LLMEngine.from_vllm_config(engine_args.create_engine_config())
         core: Any = self._engine.engine_core
         self._scheduler = core.engine_core.scheduler
-        _send_messages(core.engine_core.model_executor)
-        self._live: dict[str, list[int]] = {}  # outputs of requests that run
+        _serialise_calls(core.engine_core.model_executor)
+        self._live: dict[str, list[int]] = {}  # outputs of running requests
 
         def sampling(tokens: int) -> SamplingParams:
             return SamplingParams(
@@ -163,23 +164,23 @@ class Served:
 
     def begin(
         self, prompts: list[list[int]], batch: int, tokens: int, salt: str
-    ) -> Turn:
+    ) -> TimeSlice:
         self._engine.abort_request(list(self._live))
         self._live.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self._salt, self._next = salt, 0
         self._prompts, self._tokens = prompts, tokens
-        for place in range(batch):  # their ends are spread
-            self._another(max(1, -(-tokens * (place + 1) // batch)))
-        return Turn()
+        for place in range(batch):  # stagger the ends of the first requests
+            self._add_request(max(1, -(-tokens * (place + 1) // batch)))
+        return TimeSlice()
 
-    def turn(self, seconds: float) -> Turn:
+    def run_slice(self, seconds: float) -> TimeSlice:
         began, cpu_s = time.perf_counter(), time.process_time()
         tokens, steps, finished, decode_steps = 0, 0, [], []
         while time.perf_counter() < began + seconds:
             steps += 1
-            verified, running = self._drafts(), self._scheduler.running
+            verified, running = self._num_drafts(), self._scheduler.running
             decodes = not self._scheduler.waiting and all(
                 r.num_computed_tokens >= r.num_prompt_tokens for r in running
             )
@@ -187,84 +188,86 @@ class Served:
             outputs = self._engine.step()
             if decodes:
                 spent = 1e3 * (time.thread_time() - thread_s)
-                decode_steps.append((spent, num, verified, self._drafts()))
+                decode_steps.append((spent, num, verified, self._num_drafts()))
             for output in outputs:
                 new = output.outputs[0].token_ids
-                known = self._live[output.request_id]
-                known += new
+                token_ids = self._live[output.request_id]
+                token_ids += new
                 tokens += len(new)
                 if output.finished:
                     del self._live[output.request_id]
                     number = int(output.request_id.rpartition(" ")[2])
-                    finished.append((number, zlib.crc32(repr(known).encode())))
-                    self._another(self._tokens)
+                    finished.append((number, zlib.crc32(repr(token_ids).encode())))
+                    self._add_request(self._tokens)
         spent, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-        return Turn(tokens, steps, spent, cpu_s, tuple(finished), tuple(decode_steps))
+        done, timed = tuple(finished), tuple(decode_steps)
+        return TimeSlice(tokens, steps, spent, cpu_s, done, timed)
 
-    def _drafts(self) -> int:
-        """Tokens that wait to be verified."""
+    def _num_drafts(self) -> int:
+        """Return the number of draft tokens of the next verify step."""
         return sum(len(r.spec_token_ids) for r in self._scheduler.running)
 
-    def _another(self, tokens: int) -> None:
+    def _add_request(self, tokens: int) -> None:
         name = f"{self._salt} {self._next}"
         prompt = self._prompts[self._next % len(self._prompts)]
-        given = {"prompt_token_ids": list(prompt), "cache_salt": name}
-        self._engine.add_request(name, given, self._sampling(tokens))
+        inputs = {"prompt_token_ids": list(prompt), "cache_salt": name}
+        self._engine.add_request(name, inputs, self._sampling(tokens))
         self._live[name] = []
         self._next += 1
 
 
-def _send_messages(executor: Any) -> None:
-    """Serialise what scheduler and worker give each other, as between processes."""
+def _serialise_calls(executor: Any) -> None:
+    """Serialise the messages of scheduler and worker, as between processes."""
     call = executor.collective_rpc
 
-    def sent(value: Any) -> Any:
+    def copy(value: Any) -> Any:
         return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def send(method: str, *, args: tuple[Any, ...] = (), **more: Any) -> Any:
-        answer = call(*sent((method,)), args=sent(args), **more)
+        answer = call(*copy((method,)), args=copy(args), **more)
         if not isinstance(answer, Future):
-            return sent(answer)
+            return copy(answer)
         received: Future[Any] = Future()
-        received.set_result(sent(answer.result()))
+        received.set_result(copy(answer.result()))
         return received
 
     executor.collective_rpc = send
 
 
 def _die_with_parent() -> None:
-    """A stopped process would stay for ever if who started it is killed (Linux)."""
+    """Exit with the parent: a stopped process would stay for ever (Linux)."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _serve(pipe: Connection) -> None:
-    """Answer until the other end is closed."""
+    """Answer commands until the other end is closed."""
     real, waited = time.perf_counter, [0.0]
-    # Before anything else has taken hold of them.
+    # Replace the clocks before other modules import them.
     for name in ("perf_counter", "monotonic"):
         clock = getattr(time, name)
         setattr(time, name, lambda clock=clock: clock() - waited[0])
-    served, answer = Served(*pipe.recv()), Turn()
+    loop, answer = EngineLoop(*pipe.recv()), TimeSlice()
     while True:
-        began = real()  # it may be stopped as soon as the answer is out
+        began = real()  # the process may be stopped once the answer is sent
         pipe.send(answer)
         try:
-            name, *given = pipe.recv()
+            name, *arguments = pipe.recv()
         except EOFError:
             return
         waited[0] += real() - began
-        answer = getattr(served, name)(*given)
+        answer = getattr(loop, name)(*arguments)
 
 
 if __name__ == "__main__":
     _die_with_parent()
-    # As a module, so that what goes through the pipe has the same type at both ends.
-    from bench.harness import engine_turns
+    # Imported as a module, so both ends of the pipe have the same `TimeSlice` type.
+    from bench.harness import time_slices
 
     connection = Connection(int(sys.argv[1]))
     try:
-        engine_turns._serve(connection)
-    except Exception as error:  # noqa: BLE001 (told to who started it)
-        connection.send(engine_turns.Turn(error=f"{type(error).__name__}: {error}"))
+        time_slices._serve(connection)
+    except Exception as error:  # noqa: BLE001 (reported to the parent)
+        message = f"{type(error).__name__}: {error}"
+        connection.send(time_slices.TimeSlice(error=message))
         raise

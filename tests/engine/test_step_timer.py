@@ -1,4 +1,4 @@
-"""The clock's parts of a step, and the slots of requests."""
+"""The timer's parts of a step, and the slots of requests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 import pytest
 
 from vllm_tide.engine.requests import RequestTable
-from vllm_tide.engine.timers import RoundTimer
+from vllm_tide.engine.timers import StepTimer
 
 
 class Clock:
-    """Says what it is told."""
+    """Returns the time that a test sets."""
 
     def __init__(self) -> None:
-        """At zero."""
+        """Start at zero."""
         self.now = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.now
 
 
 def test_a_step_is_split_into_target_draft_and_host():
     clock = Clock()
-    timer = RoundTimer(clock)
+    timer = StepTimer(clock)
     timer.begin(continues=False)
     clock.now = 1.0
     timer.planned(requests=3, context=300, verified=4, prefill=2)
@@ -55,15 +55,15 @@ def test_a_step_is_split_into_target_draft_and_host():
     assert second.host_s == pytest.approx(0.2)
 
 
-def test_what_is_decided_before_drafting_is_time_of_the_host():
+def test_decisions_before_drafting_are_host_time():
     clock = Clock()
-    timer = RoundTimer(clock)
+    timer = StepTimer(clock)
     timer.begin(continues=True)
     timer.planned(1, 10, 0, 0)
     timer.end()
     timer.begin(continues=True)
     timer.planned(1, 10, 0, 0)
-    timer.asks()
+    timer.mark_decision()
     clock.now = 3.0
     timer.begin_draft(caught_up_s=2.0)
     clock.now = 3.5
@@ -75,7 +75,7 @@ def test_what_is_decided_before_drafting_is_time_of_the_host():
     assert sample.draft_first_s == pytest.approx(0.5)
 
 
-def test_slots_are_reused_and_a_waiting_request_gives_its_up():
+def test_slots_are_reused_and_a_waiting_request_releases_its_own():
     table = RequestTable(2)
     assert table.begin("a", {"a"}) == (0, None)
     assert table.begin("b", {"a", "b"}) == (1, None)

@@ -1,4 +1,4 @@
-"""Whatever a draft's directory holds, a trainer gets a draft or one sentence."""
+"""Any content of a draft's directory gives a trainer a draft or a one-line error."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def folder(tmp_path):
 def refused(folder) -> str:
     with pytest.raises(DraftError) as error:
         load_draft(folder, TOY.rows)
-    said = str(error.value)
-    assert len(said) < 400 and "\n" not in said, said[:400]
-    return said
+    message = str(error.value)
+    assert len(message) < 400 and "\n" not in message, message[:400]
+    return message
 
 
 @pytest.mark.parametrize("change", ODD, ids=lambda change: str(change)[:40])
-def test_an_odd_configuration_is_one_short_sentence(change, folder):
+def test_an_invalid_configuration_gives_one_short_line(change, folder):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert "draft" in refused(folder)
@@ -98,14 +98,14 @@ def test_an_odd_configuration_is_one_short_sentence(change, folder):
 @pytest.mark.parametrize(
     "text", [b"[" * 200_000, b"{", b"[]", b"\xff\xfe", b'{"hidden_size": 1', b""]
 )
-def test_an_odd_text_is_one_short_sentence(text, folder):
+def test_an_invalid_text_gives_one_short_line(text, folder):
     (folder / "config.json").write_bytes(text)
     assert "config.json" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["fifo", "directory", "absent"])
-def test_a_file_that_is_none_keeps_nobody_waiting(name, kind, folder):
+def test_a_special_file_does_not_block(name, kind, folder):
     (folder / name).unlink()
     if kind == "fifo":
         os.mkfifo(folder / name)
@@ -114,13 +114,13 @@ def test_a_file_that_is_none_keeps_nobody_waiting(name, kind, folder):
     assert name.removeprefix("model") in refused(folder)
 
 
-def test_a_target_whose_index_is_a_pipe_keeps_nobody_waiting(folder, tmp_path):
+def test_a_pipe_as_the_targets_index_does_not_block(folder, tmp_path):
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     with pytest.raises(DraftError):
         load_draft(folder, tmp_path)
 
 
-def test_a_file_of_many_odd_tensors_is_not_listed_whole(folder):
+def test_a_file_of_many_invalid_tensors_is_not_listed_whole(folder):
     path = folder / "model.safetensors"
     more = {f"odd.{i}.weight": torch.zeros(1) for i in range(2000)}
     save_file(load_file(path) | more, path)
@@ -143,13 +143,13 @@ def test_a_file_of_many_odd_tensors_is_not_listed_whole(folder):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_odd_tensors_are_one_short_sentence(change, folder):
+def test_invalid_tensors_give_one_short_line(change, folder):
     path = folder / "model.safetensors"
     save_file(load_file(path) | change, path)
     assert refused(folder)
 
 
-def test_usual_numbers_pass():
+def test_valid_numbers_pass():
     shape = config()
     for change in (
         {"rms_norm_eps": 1e-6},

@@ -1,4 +1,4 @@
-"""What an arm does is timed by a clock that stands while it waits."""
+"""An arm is timed by a clock that stops while the arm waits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.harness import client, scrape, trainers, turns
+from bench.harness import client, interleave, scrape, trainers
 from bench.harness.arm import ArmOptions
+from bench.harness.interleave import InterleavedArm
 from bench.harness.server import ServerOptions, VllmServer
 from bench.harness.stream import StreamRequest
-from bench.harness.turns import TurnTaker
-from tests.bench.turn_toys import demo, fake_quickstart_venv
+from tests.bench.fake_processes import demo, fake_quickstart_venv
 
 WAIT_S = 1000.0
 
@@ -25,7 +25,7 @@ def clock(monkeypatch):
     made = SimpleNamespace(ahead=0.0)
     made.perf_counter = lambda: time.perf_counter() + made.ahead
     made.time = lambda: time.time() + made.ahead
-    for module in (client, scrape, trainers, turns):
+    for module in (client, interleave, scrape, trainers):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -44,7 +44,7 @@ def taker(tmp_path):
         other_cpus=(cpu,),
     )
     with VllmServer(server) as started:
-        yield TurnTaker(started, ArmOptions("none", server, run_dir), 4)
+        yield InterleavedArm(started, ArmOptions("none", server, run_dir), 4)
 
 
 def part(first, name="1 sql"):
@@ -56,13 +56,13 @@ def event(unix):
 
 
 @pytest.mark.slow
-def test_an_arms_clock_stands_while_it_waits(taker, clock):
+def test_an_arms_clock_stops_while_it_waits(taker, clock):
     taker.ready()
     clock.ahead += WAIT_S
     began = clock.time()
-    taker.take(part(0), ends=False)
+    taker.serve(part(0), ends=False)
     clock.ahead += WAIT_S
-    taker.take(part(2), ends=True)
+    taker.serve(part(2), ends=True)
     after = taker._stopped[1]
     lines = [event(began), event(after)]
     path = taker.options.run_dir / "events-1.jsonl"
@@ -81,11 +81,11 @@ def test_an_arms_clock_stands_while_it_waits(taker, clock):
     assert one["t_s"] + 0.01 >= 0.0 and ends[3] <= two["t_s"] + 0.01 < WAIT_S / 2
 
 
-def test_a_segment_ends_where_its_time_is_over():
+def test_a_segment_ends_after_its_time():
     now = [0.0]
     stream = part(0, "0 math") * 8 + part(16, "1 sql") * 8
     seen = []
-    for requests, ends in turns.turns(stream, {"1 sql": 20.0}, lambda: now[0]):
+    for requests, ends in interleave.slices(stream, {"1 sql": 20.0}, lambda: now[0]):
         seen.append((requests[0].segment, len(requests), ends))
         now[0] += 6.0
     math = [("0 math", 4, False)] * 3 + [("0 math", 4, True)]

@@ -1,4 +1,4 @@
-"""Engines that take turns, and the rows that a run makes of them."""
+"""Interleaved engines, and the rows of their run."""
 
 import math
 import os
@@ -10,19 +10,19 @@ import pytest
 
 from bench.harness.arms import make_arm, speculative_config
 from bench.harness.blocks import over_cells
-from bench.harness.engine_turns import Engine, Turn
 from bench.harness.models import DEMO
 from bench.harness.server import ServerOptions, environment
+from bench.harness.time_slices import Engine, TimeSlice
 from bench.suites import control
 from bench.suites.control import AGAIN, OFF
-from tests.bench.turn_toys import until
+from tests.bench.fake_processes import until
 
 SPEED = {"none": 100.0, AGAIN: 100.0, OFF: 99.0, "static1": 120.0, "static3": 90.0}
-MOOD = 0.5  # a host whose speed halves and doubles from round to round
+MOOD = 0.5  # a host with a speed that halves and doubles
 
 
 class Toy:
-    """An engine of known speed on a host whose speed changes."""
+    """An engine of known speed on a host of changing speed."""
 
     made: list["Toy"]
 
@@ -35,21 +35,21 @@ class Toy:
         assert max(map(len, prompts)) <= 128
         self.batch, self.number = batch, 0
 
-    def turn(self, seconds):
+    def run_slice(self, seconds):
         self.number += 1
         pace = math.exp(MOOD * math.sin(self.number)) * SPEED[self.name]
-        told = (self.number, 7 if self.name != OFF or self.number != 30 else 8)
-        return Turn(10, 5, 10 / pace, 0.1, (told,))
+        finished = (self.number, 7 if self.name != OFF or self.number != 30 else 8)
+        return TimeSlice(10, 5, 10 / pace, 0.1, (finished,))
 
     def close(self):
         if self in Toy.made:
             Toy.made.remove(self)
 
 
-def measured(arms, *words):
+def measured(arms, *argv):
     given = ["--model", str(DEMO / "target"), "--draft", str(DEMO / "draft")]
     given += ["--minutes", "1e-9", "--domains", "home", "--arms", arms]
-    options = control.parser_of().parse_args([*given, *words])
+    options = control.parser_of().parse_args([*given, *argv])
     return control.measure(control.checked(options))
 
 
@@ -57,11 +57,11 @@ def measured(arms, *words):
 def report(monkeypatch, tmp_path):
     Toy.made = []
     monkeypatch.setattr(control, "Engine", Toy)
-    words = ["--batches", "2,4", "--learns", "20", "--json", str(tmp_path / "F")]
-    return measured("none,again,off", *words)
+    argv = ["--batches", "2,4", "--learns", "20", "--json", str(tmp_path / "F")]
+    return measured("none,again,off", *argv)
 
 
-def test_what_the_host_does_is_in_no_ratio(report):
+def test_the_host_speed_cancels_out_of_ratios(report):
     assert not Toy.made, "all of them have ended"
     cells = {(row["requests"], row["arm"]): row for row in report["cells"]}
     assert cells.keys() == {(b, a) for b in (2, 4) for a in ("none", AGAIN, OFF)}
@@ -71,7 +71,7 @@ def test_what_the_host_does_is_in_no_ratio(report):
         assert off["low"] <= off["ratio_to_none"] <= off["high"]
         assert again["ratio_to_none"] == pytest.approx(1.0, abs=1e-3)
         assert off["blocks"] == 2 * 2
-    # Of 36 rounds of a first visit and 19 of a second one, of two batch sizes.
+    # Of 36 time slices of a first visit and 19 of a second one, of two batch sizes.
     assert report["identity"] == {"compared": 2 * (36 + 19), "differing": 2}
     rows = {row["arm"]: row for row in report["overall"]}
     assert rows.keys() == SPEED.keys() & {"none", AGAIN, OFF}
@@ -87,8 +87,8 @@ def test_an_interval_over_cells():
     visits = [
         {"batch": batch, "domain": "d", "arm": arm, "block": block,
          "output_tokens_per_s": math.exp(log if arm == "a" else 0.0)}
-        for batch, found in logs.items()
-        for block, log in enumerate(found)
+        for batch, result in logs.items()
+        for block, log in enumerate(result)
         for arm in ("a", "none")
     ]  # fmt: skip
     half = 2.776 * math.sqrt(2 * 0.01 / 3) / 2  # Student's t, 4 degrees of freedom
@@ -105,11 +105,11 @@ def test_vllms_schedule_is_tuned_by_the_static_arms(monkeypatch):
     monkeypatch.setattr(control, "Engine", Toy)
     monkeypatch.setitem(SPEED, "vllm_dynamic", 119.0)
     arms = "vllm_dynamic,none,static1,static3"
-    found = measured(arms, "--batches", "2,4", "--learns", "20")
-    assert list(found["schedules"].values()) == [[(1, 4, 1)]]
-    # Rounds that tuned it are in no cell: every arm has as many blocks.
-    assert {row["blocks"] for row in found["cells"]} == {2 * 2}
-    [row] = [row for row in found["overall"] if row["arm"] == "vllm_dynamic"]
+    result = measured(arms, "--batches", "2,4", "--learns", "20")
+    assert list(result["schedules"].values()) == [[(1, 4, 1)]]
+    # Tuning slices are in no cell: every arm has as many blocks.
+    assert {row["blocks"] for row in result["cells"]} == {2 * 2}
+    [row] = [row for row in result["overall"] if row["arm"] == "vllm_dynamic"]
     assert row["ratio_to_none"] == pytest.approx(1.19, abs=1e-3)
 
 
@@ -124,12 +124,12 @@ def test_a_cold_start_is_a_new_engine_of_each_visit(monkeypatch):
         began.append((self.name, env.get("XDG_CACHE_HOME")))
 
     monkeypatch.setattr(Toy, "__init__", watch)
-    words = ["--batches", "2", "--visits", "3", "--cold"]
-    found = measured("none,adaspec", *words)
+    argv = ["--batches", "2", "--visits", "3", "--cold"]
+    result = measured("none,adaspec", *argv)
     assert [name for name, _ in began] == ["none", *["adaspec"] * 3]
     caches = [cache for _, cache in began]
-    assert None not in caches and len(set(caches)) == 4, "nobody else's profile"
-    assert len(found["visits"]) == 2 * 3 * 2, "no round is left out"
+    assert None not in caches and len(set(caches)) == 4, "separate profiles"
+    assert len(result["visits"]) == 2 * 3 * 2, "no visit is left out"
     assert not Toy.made
 
 
@@ -144,19 +144,19 @@ def engine(tmp_path, name):
         engine_cpus=(cpu,),
         kv_cache_bytes=128 << 20,
     )
-    words = ["--max-model-len", "256", "--max-num-seqs", "2", "--dtype", "float32"]
-    words += ["--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
+    argv = ["--max-model-len", "256", "--max-num-seqs", "2", "--dtype", "float32"]
+    argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
     config = speculative_config(make_arm(name), DEMO / "draft", own)
     env = environment(options)
-    return Engine(options.model, config, words, env, options.log_path)
+    return Engine(options.model, config, argv, env, options.log_path)
 
 
 def finishing(one, count):
-    """Turns in which so many requests end."""
-    turns = []
-    while sum(len(turn.finished) for turn in turns) < count:
-        turns.append(one.turn(0.2))
-    return turns
+    """Return time slices in which so many requests end."""
+    slices = []
+    while sum(len(time_slice.finished) for time_slice in slices) < count:
+        slices.append(one.run_slice(0.2))
+    return slices
 
 
 def state_of(one):
@@ -166,25 +166,33 @@ def state_of(one):
 
 @pytest.mark.vllm
 @pytest.mark.nightly
-def test_real_engines_take_turns_and_say_the_same(tmp_path):
+def test_real_engines_alternate_and_give_equal_outputs(tmp_path):
     prompts = [[5 + i, 6, 7, 8 + i] * 8 for i in range(9)]
     with ExitStack() as stack:
-        told = {}
+        outputs = {}
         for name in ("none", "static1"):
             one = engine(tmp_path, name)
             stack.callback(one.close)
             one.begin(prompts, 2, 12, "first")
-            turns = finishing(one, 4)
-            assert all(turn.seconds >= 0.2 and turn.steps for turn in turns)
-            assert all(turn.cpu_s > 0 for turn in turns)
+            slices = finishing(one, 4)
+            assert all(
+                time_slice.seconds >= 0.2 and time_slice.steps for time_slice in slices
+            )
+            assert all(time_slice.cpu_s > 0 for time_slice in slices)
             until(lambda one=one: state_of(one) == "T")
-            told[name] = dict(pair for turn in turns for pair in turn.finished)
-        both = told["none"].keys() & told["static1"].keys()
+            outputs[name] = dict(
+                pair for time_slice in slices for pair in time_slice.finished
+            )
+        both = outputs["none"].keys() & outputs["static1"].keys()
         assert len(both) > 2
-        assert [told["none"][i] for i in both] == [told["static1"][i] for i in both]
-        # What was under way is dropped, and numbers begin anew.
+        assert [outputs["none"][i] for i in both] == [
+            outputs["static1"][i] for i in both
+        ]
+        # Open requests are dropped, and numbers begin at 0.
         one.begin(prompts[::-1], 1, 3, "second")
         again = finishing(one, 1)[-1].finished
-        assert again[0][0] == 0 and again[0] != (0, told["static1"][0])
-        with pytest.raises(RuntimeError, match="an engine failed: .*; see .*static1"):
+        assert again[0][0] == 0 and again[0] != (0, outputs["static1"][0])
+        with pytest.raises(
+            RuntimeError, match="an engine failed: .*; .*static1.* ends with"
+        ):
             one.begin([], 1, 3, "third")

@@ -1,4 +1,4 @@
-"""Processes that look like `vllm serve` and its trainer, and say who else runs."""
+"""Fake `vllm serve` and trainer processes that record which others run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def demo(folder: Path) -> tuple[Path, Path]:
-    """A target, whose processes fail nowhere, and prompts of two domains."""
+    """A target with processes that fail nowhere, and prompts of two domains."""
     target, prompts = folder / "target", folder / "prompts"
     for made in (target, prompts, folder / "draft"):
         made.mkdir(parents=True)
@@ -107,7 +107,7 @@ def demo(folder: Path) -> tuple[Path, Path]:
 
 
 def fake_quickstart_venv(folder: Path) -> Path:
-    """An environment with that `vllm`; its Python is this one."""
+    """Return an environment with that `vllm`; its Python is this one."""
     made = fake_venv(folder, f"WARM_UP = {WARM_UP_PROMPTS!r}\n{SERVER}")
     python = made / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -128,21 +128,21 @@ def as_a_terminal_starts(command: list[str]) -> list[str]:
 
 
 def what_ran(target: Path) -> list[tuple[str, str, dict[str, str]]]:
-    """Arm, prompt, and the states of the other processes, of each request."""
+    """Return arm, prompt, and the states of the other processes, of each request."""
     path = target / "requests"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return [tuple(row) for row in found if row[1] not in WARM_UP_PROMPTS]
+    events = [json.loads(line) for line in lines]
+    return [tuple(row) for row in events if row[1] not in WARM_UP_PROMPTS]
 
 
 def running(target: Path) -> dict[str, int]:
-    """Processes of servers and trainers that live."""
+    """Return live processes of servers and trainers."""
     pids = {path.read_text(): int(path.stem) for path in target.glob("*.pid")}
     return {name: pid for name, pid in pids.items() if start_time(pid) is not None}
 
 
 def until(reached: Callable[[], object]) -> None:
-    """Waits, for a minute at most."""
+    """Wait, for a minute at most."""
     deadline = time.monotonic() + 60
     while not reached():
         assert time.monotonic() < deadline

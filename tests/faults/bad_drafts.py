@@ -1,4 +1,4 @@
-"""Heads that a broken trainer publishes."""
+"""Drafts that a broken trainer publishes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ UNUSED_TOKENS, UNUSED_SHARE = 2000, 0.05
 """Tokens generated after an install of which fewer than this share were drafted."""
 
 
-async def refused_head(scene: Scene, rng: random.Random, what: str) -> None:
-    """A head that the engine must not install."""
+async def refused_draft(scene: Scene, rng: random.Random, what: str) -> None:
+    """Publish a draft that the engine must not install."""
     counter = f"{REFUSED}{{{'not_finite' if what == 'nan' else what}}}"
     before = total(await scene.reading(), counter)
     scene.struck()
@@ -29,14 +29,14 @@ async def refused_head(scene: Scene, rng: random.Random, what: str) -> None:
         await scene.until("a refusal", lambda r: total(r, counter) > before)
     finally:
         path.unlink(missing_ok=True)
-    await scene.good_head()
+    await scene.good_draft()
 
 
-async def permuted_head(scene: Scene, rng: random.Random) -> None:
-    """A sound head that drafts nonsense: it has to be taken back, or not be used.
+async def permuted_draft(scene: Scene, rng: random.Random) -> None:
+    """Publish a valid draft with bad tokens: it is rolled back, or not used.
 
-    Where drafting does not pay with any head, control drafts with none, and nobody is
-    served worse than before.
+    Where drafting does not pay with any draft, control disables drafting, and serving
+    is no worse than before.
     """
     before = await scene.reading()
     installed: dict[str, float] = {}
@@ -60,16 +60,16 @@ async def permuted_head(scene: Scene, rng: random.Random) -> None:
         after = await scene.until("a rollback, or a draft unused,", over, 180.0)
         if taken_back(after):
             good = after["trainer:published_version"]
-            await scene.until("the head before", lambda r: r.get(VERSION, 0) >= good)
+            await scene.until("the previous draft", lambda r: r.get(VERSION, 0) >= good)
     finally:
         path.unlink(missing_ok=True)
     if not taken_back(after):
-        await scene.good_head()
+        await scene.good_draft()
 
 
 def _fault(what: str) -> Fault:
     reason = "not_finite" if what == "nan" else what
-    strike = functools.partial(refused_head, what=what)
+    strike = functools.partial(refused_draft, what=what)
     return Fault(f"head_{what}", strike, f"{REFUSED}{{{reason}}}")
 
 
@@ -77,7 +77,7 @@ FAULTS = (
     *(_fault(what) for what in (*PASSED_ON, OFFERED[0])),
     Fault(
         "head_permuted",
-        permuted_head,
+        permuted_draft,
         None,
         uncounted="a rollback counts it where control drafts with it; the suite "
         "reads which of the two it was",

@@ -1,12 +1,12 @@
-"""Arms that take turns on one machine: what it does meanwhile is in none of the ratios.
+"""Arms that alternate on one machine, so that other load does not bias the ratios.
 
-All servers are resident and one of them runs; the others, their trainers too, are
-stopped with SIGSTOP. An arm's clock stands while it is stopped, so its times, those of
-swaps and of the trainer's events too, are seconds in which its processes ran.
+All servers are resident and one of them runs; the others and their trainers are stopped
+with SIGSTOP. An arm's clock excludes its pauses, so all its times, including those of
+swaps and trainer events, count only seconds in which its processes ran.
 
-A pause is seen by what reads CLOCK_MONOTONIC itself: the heartbeats of trainer and
-engine look stale for a moment (both hold each other by their process ids), and seconds
-in the trainer's status contain it. Requests do not, since every turn is drained.
+Code that reads CLOCK_MONOTONIC includes the pauses: the heartbeats of trainer and
+engine are stale for a moment (both also check process ids), and seconds in the
+trainer's status contain pauses. Requests do not, since every slice is drained.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from bench.harness.stream import StreamRequest, segments
 from bench.harness.summary import throughput
 from bench.harness.trainers import TrainerWatch
 
-TURN_REQUESTS = 4
-"""A turn of 96 tokens each takes about 6 s on two cores."""
-RECENT_TURNS = 4
-"""Over which a rate that is printed while arms run is taken."""
+SLICE_REQUESTS = 4
+"""A slice with 96 tokens each takes about 6 s on two cores."""
+RECENT_SLICES = 4
+"""Slices of the rate that is printed while arms run."""
 
 
-def turns(
+def slices(
     stream: Sequence[StreamRequest],
     limits: Mapping[str, float],
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[list[StreamRequest], bool]]:
-    """Parts of a stream in order, and whether each one ends its segment.
+    """Yield parts of a stream in order, and whether each one ends its segment.
 
     Args:
-        stream: Of which a segment is cut off where its time is over.
-        limits: Seconds of each segment, of what the caller does with its parts.
-        clock: Of the seconds.
+        stream: The requests; a segment is cut when its time is over.
+        limits: Seconds of each segment, measured between the yields.
+        clock: Clock of the limits.
     """
     for part in segments(stream):
         began, longest = clock(), 0.0
         limit = limits.get(part[0].segment, math.inf)
-        for first in range(0, len(part), TURN_REQUESTS):
-            end = first + TURN_REQUESTS
+        for first in range(0, len(part), SLICE_REQUESTS):
+            end = first + SLICE_REQUESTS
             start = clock()
             ends = end >= len(part) or start - began + 2 * longest > limit
             yield part[first:end], ends
@@ -65,8 +65,8 @@ def turns(
             longest = max(longest, clock() - start)
 
 
-class TurnTaker:
-    """An arm whose server was started; from `ready` on it waits, stopped."""
+class InterleavedArm:
+    """An arm with a started server, which is stopped between its slices."""
 
     def __init__(
         self, server: VllmServer, options: ArmOptions, num_requests: int
@@ -84,7 +84,7 @@ class TurnTaker:
 
         Raises:
             ServerError: The server ended, or is not ready in time.
-            RuntimeError: It answers no request.
+            RuntimeError: A warm-up request failed.
         """
         self.server.wait_ready(self.view.starting)
         self.view.message(f"server ready after {self.server.startup_s:.1f} s")
@@ -99,21 +99,21 @@ class TurnTaker:
         async with make_session() as session:
             await warm_up(session, self.server.url)
 
-    def take(self, part: Sequence[StreamRequest], ends: bool) -> None:
-        """Serve the requests of a turn; `ends` says that they end their segment.
+    def serve(self, part: Sequence[StreamRequest], ends: bool) -> None:
+        """Serve the requests of a slice; `ends`: they are the last of their segment.
 
         Raises:
             TimeoutError: The arm has run for longer than its limit.
         """
-        self._go_on()
+        self._resume()
         try:
-            self._parts.append(asyncio.run(self._turn(part, ends)))
+            self._parts.append(asyncio.run(self._serve(part, ends)))
         finally:
             self._stop()
 
     def recent(self) -> str:
-        """Tokens/s of the latest turns of the same domain, and the number of swaps."""
-        last = self._parts[-RECENT_TURNS:]
+        """Return tokens/s of the latest slices of a domain, and the number of swaps."""
+        last = self._parts[-RECENT_SLICES:]
         rate = throughput([part for part in last if part.name == last[-1].name])
         swaps = last[-1].end.value(SWAPS)
         return f"{rate or 0.0:.1f}" + (f" ({swaps:.0f} swaps)" if swaps else "")
@@ -122,23 +122,23 @@ class TurnTaker:
         self.server.pause()
         self._stopped = time.perf_counter(), time.time()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         since, unix = self._stopped
         waited = time.perf_counter() - since
         self._scraper.origin_s += waited
         self._watch.waits.append((unix, waited))
         self.server.resume()
 
-    async def _turn(self, part: Sequence[StreamRequest], ends: bool) -> SegmentRun:
+    async def _serve(self, part: Sequence[StreamRequest], ends: bool) -> SegmentRun:
         scraper, name = self._scraper, part[0].segment
         self.view.phase = name
         ran_s = time.perf_counter() - scraper.origin_s
-        # The server closes a connection on which nothing comes for some seconds.
+        # The server closes a connection that is idle for some seconds.
         async with (
             asyncio.timeout(self.options.time_limit_s - ran_s),
             make_session() as session,
         ):
-            # From where the turn before ended: its last counts may come only now.
+            # Start at the end of the previous slice: its last counts may be late.
             start = self._parts[-1].end if self._parts else await scraper.read(session)
             watcher = asyncio.create_task(scraper.run(session, self._on_sample))
             try:
@@ -162,8 +162,8 @@ class TurnTaker:
         self._watch.on_sample(sample)
 
     def end(self) -> ArmRun:
-        """Stop the server for good; what all turns gave."""
-        self._go_on()
+        """Stop the server for good; return the results of all slices."""
+        self._resume()
         samples = sorted(self._scraper.samples, key=lambda sample: sample.t_s)
         name, startup_s = self.options.name, self.server.startup_s
         run = ArmRun(name, self._parts, samples, startup_s)
