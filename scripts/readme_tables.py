@@ -66,6 +66,8 @@ def alerts() -> list[str]:
 def interval(row: dict[str, Any], *names: str) -> str:
     """Format a value, and its interval in brackets if there is one."""
     value, low, high = (row[name] for name in names)
+    if value is None:
+        return "-"
     return f"{value:.2f}" + (
         "" if low in (None, high) else f" ({low:.2f} to {high:.2f})"
     )
@@ -107,22 +109,27 @@ def control() -> list[str]:
 
 
 def overhead() -> list[str]:
-    """Return the cost of a step outside of the model."""
+    """Cost of a step beyond the model, one row per number of requests."""
     lines = [
-        "| requests | arm | CPU time of a step, ms | over none, ms | over static, ms "
-        "| tokens/s over none |",
-        "|---" * 6 + "|",
+        "| requests | none, ms | over none, ms: static | off | off_capture "
+        "| full over static, ms | tokens/s over none: static | off | off_capture "
+        "| full |",
+        "|---" * 10 + "|",
     ]
-    for row in stored("overhead")["rows"]:
-        if row["arm"] == "none" or row["stepping_cpu_ms"] is None:
-            continue
-        cell = [str(row["requests"]), row["arm"], f"{row['stepping_cpu_ms']:.1f}"]
-        for other in ("none", "static"):
-            names = (f"over_{other}_ms", f"{other}_ms_low", f"{other}_ms_high")
-            same = row[names[0]] is None or row["arm"] == other
-            cell.append("-" if same else interval(row, *names))
-        cell.append(interval(row, "tokens_ratio", "low", "high"))
-        lines.append(f"| {' | '.join(cell)} |")
+    rows = {(row["requests"], row["arm"]): row for row in stored("overhead")["rows"]}
+    none, static = (
+        (f"over_{name}_ms", f"{name}_ms_low", f"{name}_ms_high")
+        for name in ("none", "static")
+    )
+    for requests in sorted({key[0] for key in rows}):
+        here = {arm: rows[requests, arm] for _, arm in rows if (requests, arm) in rows}
+        cells = [str(requests), f"{here['none']['stepping_cpu_ms']:.1f}"]
+        for arm in ("static", "off", "off_capture"):
+            cells.append(interval(here[arm], *none))
+        cells.append(interval(here["full"], *static))
+        for arm in ("static", "off", "off_capture", "full"):
+            cells.append(interval(here[arm], "tokens_ratio", "low", "high"))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
