@@ -104,7 +104,7 @@ def test_a_knob_without_effect_is_noted(section, keys, note, capsys):
     whole = {"model": "fresh", "num_speculative_tokens": 3, "tide": section} | keys
     assert main(["config", "check", json.dumps(whole)]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("the inline JSON: fine.")
+    assert captured.out.startswith("the inline JSON: valid.")
     (line,) = captured.err.splitlines()
     assert line.startswith("note: ") and note in line and "b@c" not in line
 

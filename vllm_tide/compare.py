@@ -198,7 +198,7 @@ def _objection(a: Sequence[Run], b: Sequence[Run]) -> str | None:
     if high > (1 + PROMPTS) * low:
         differ.append(f"mean length of prompts ({low:.0f} and {high:.0f} tokens)")
     if differ:
-        return f"no verdict, because their settings differ: {', '.join(differ)}"
+        return f"no verdict: their settings differ in {', '.join(differ)}"
     for side in (a, b):
         failed = sum(run.failed for run in side)
         if failed > FAILED * (failed + sum(run.served for run in side)):

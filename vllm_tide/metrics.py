@@ -205,7 +205,7 @@ TRAINER = (
     _counter("trainer_publications", "Drafts published.", "publications"),
     _counter("trainer_rollbacks", "Rollbacks by the canary.", "rollbacks"),
     _counter(
-        "trainer_refused_drafts", "Drafts rejected by engines.", "refused_versions"
+        "trainer_refused_drafts", "Drafts refused by engines.", "refused_versions"
     ),
     _counter(
         "trainer_out_of_memory",

@@ -177,7 +177,7 @@ def test_a_pause_inside_a_cycle_keeps_its_training_data(engine):
 def test_an_invalid_or_failed_order_gives_the_reason(engine):
     sidecar = attach(engine)
     assert order(sidecar, "dance")["error"] == (
-        "'dance' is no order; give one of status, pause, resume, rollback"
+        "unknown command 'dance'; use one of status, pause, resume, rollback"
     )
     (engine.run_dir / "paused.json").mkdir()
     answer = order(sidecar, "pause")

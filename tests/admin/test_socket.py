@@ -120,15 +120,15 @@ def clear(run_dir):
 
 
 @pytest.mark.parametrize(
-    "request",
+    "line",
     [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000],
 )
-def test_an_invalid_request_is_answered_with_a_message(served, request):
+def test_an_invalid_request_is_answered_with_a_message(served, line):
     trainer, asked = served
-    if not request.endswith(b"\n"):
-        request = request[:4000] + b"x" * 1000
+    if not line.endswith(b"\n"):
+        line = line[:4000] + b"x" * 1000
     with client_of(trainer.path) as client:
-        client.sendall(request)
+        client.sendall(line)
         answer = json.loads(client.recv(1 << 16))
     assert not answer["ok"] and answer["error"].startswith("a request must be")
     assert asked == []

@@ -49,6 +49,6 @@ def test_the_command_line_reaches_the_suite(cli, monkeypatch):
 
 def test_foreign_options_and_unknown_suites_are_named(cli):
     status, text = cli("--suite", "long", "--plants", "nan")
-    assert status == 2 and "--plants is no option of --suite long" in text
+    assert status == 2 and "--plants is not an option of --suite long" in text
     status, text = cli("--suite", "nope")
     assert status == 2 and "multi" in text and "rollback" in text

@@ -15,7 +15,7 @@ class OneClient(World):
     """Request 0 is text that the draft never predicts, with a separate limit."""
 
     def __init__(self, n: int, time, seconds, by_operator) -> None:
-        super().__init__(n, time, Acceptance(), rounds_each=1 << 20)
+        super().__init__(n, time, Acceptance(), steps_each=1 << 20)
         self.tight = np.full(n, np.inf)
         self.tight[0] = np.inf if seconds is None else seconds
         self.by_operator = by_operator

@@ -37,7 +37,7 @@ def test_the_ring_and_two_slots_of_twice_the_draft_are_needed(
 ):
     space(10_000 * MIB, 9_000 * MIB)
     sentence = examined(make_subject(tmp_path), "shared_memory").sentence
-    assert "(ring 256 MiB, weights not known without the draft)" in sentence
+    assert "(ring 256 MiB, weights unknown without the draft)" in sentence
     subject = make_subject(tmp_path, draft=write_draft(tmp_path / "d"))
     monkeypatch.setattr("vllm_tide.doctor.models.draft_bytes", lambda _: 100 * MIB)
     sentence = examined(subject, "shared_memory").sentence

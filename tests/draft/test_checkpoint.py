@@ -77,7 +77,7 @@ def test_wrong_tensors_are_refused_by_name(change, message):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 3]}, "twice"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 3]}, "repeats a layer"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude"),
         ({"layer_types": ["sliding_attention"]}, "sliding"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -100,7 +100,7 @@ def test_a_repruned_draft_is_published_under_the_same_names_and_loads_again():
 
 def test_impossible_repruning_is_refused():
     draft = trained(torch.arange(40))
-    with pytest.raises(DraftError, match="size is fixed"):
+    with pytest.raises(DraftError, match="differs from the served size"):
         reprune(draft, vocab(torch.arange(41)), TOY.rows)
     borrowed = build_draft(
         TOY.draft().config, export_tensors(TOY.draft()), TOY.rows, {"lm_head.weight"}

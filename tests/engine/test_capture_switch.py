@@ -72,7 +72,10 @@ def test_a_pause_applies_while_no_trainer_runs(step, tmp_path, capsys):
     write_manifest(tmp_path, make_manifest())
     write_manifest(tmp_path, make_manifest("e2"))
     assert main(["capture", "on", "--run-dir", str(tmp_path)]) == 0
-    assert "but paused: `vllm-tide resume`; 2 engines follow" in capsys.readouterr().out
+    assert (
+        "but paused: run `vllm-tide resume`; 2 engines follow"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("state", ["off", "on"])

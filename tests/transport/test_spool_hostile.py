@@ -253,7 +253,7 @@ def test_a_failing_scan_is_logged_and_repeated(disk, engine, monkeypatch, caplog
         raise RecursionError("too deep")
 
     with monkeypatch.context() as odd:
-        odd.setattr(source, "_lives", fails)
+        odd.setattr(source, "_alive", fails)
         _until(lambda: len(failed) > 1)
     assert "too deep" in caplog.text
     source._identities = {}
@@ -296,7 +296,7 @@ def test_a_foreign_file_stops_no_purge_and_is_named_at_the_end(disk, tmp_path):
     first = tmp_path / "spool" / AT / "000000000001.json"
     first.unlink()
     first.symlink_to(tmp_path / "mine")
-    with pytest.raises(ForeignFileError, match=r"of 3 shards.*000000000001\.json"):
+    with pytest.raises(ForeignFileError, match=r"3 shards.*000000000001\.json"):
         purge_records(disk, before_unix=time.time() + 10)
     assert list(disk.sizes(AT)) == []
     assert (tmp_path / "mine").exists()

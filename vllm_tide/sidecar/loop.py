@@ -237,8 +237,8 @@ class Sidecar:
                 return {"ok": True, **self.deployment.rollback("ordered")}
             except TransportError as error:
                 return {"ok": False, "error": str(error)}
-        error = f"unknown command {command!r}; use one of {', '.join(COMMANDS)}"
-        return {"ok": False, "error": error}
+        message = f"unknown command {command!r}; use one of {', '.join(COMMANDS)}"
+        return {"ok": False, "error": message}
 
     def _set_pause(self, on: bool) -> Answer:
         was = self._pause.on
