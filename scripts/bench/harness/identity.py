@@ -12,6 +12,7 @@ difference.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,6 +118,8 @@ def transformers_scorer(target: Path, dtype: str) -> Scorer:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # The client is bound to some cores; more threads would wait for each other there.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     wide_type = torch.float64 if dtype == "float32" else torch.float32
     kinds = (getattr(torch, dtype), wide_type)
     models = [AutoModelForCausalLM.from_pretrained(target, dtype=k) for k in kinds]
