@@ -7,6 +7,7 @@ import tomllib
 
 from scripts.readme_tables import READMES, ROOT, rewritten
 from tests.test_config import BAD_SECTIONS
+from vllm_tide.cli.config import example_names
 from vllm_tide.config import TideConfig
 from vllm_tide.patching import VLLM_VERSIONS
 
@@ -41,6 +42,13 @@ def test_the_bad_input_table_quotes_real_messages():
     quoted = re.findall(r"\| `(tide[.:][^`]*)` \|$", REFERENCE, flags=re.MULTILINE)
     assert quoted
     assert set(quoted) <= sentences
+
+
+def test_the_page_of_examples_has_each_of_them():
+    page = (ROOT / "vllm_tide" / "examples" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([a-z-]+)` ", page, flags=re.MULTILINE)) == sorted(
+        example_names()
+    )
 
 
 def test_every_path_in_the_layout_map_exists():
