@@ -177,7 +177,8 @@ def test_a_mixture_of_experts_on_several_ranks_disables_control(heard):
     with pytest.raises(ConfigError, match="--data-parallel-size: tide.control"):
         check_engine_config(config)
     speculative.enable_adaptive_verification = True
-    with pytest.raises(ConfigError, match="^enable_adaptive_verification: with a mixture of experts"):
+    message = "^enable_adaptive_verification: with a mixture of experts"
+    with pytest.raises(ConfigError, match=message):
         check_engine_config(config)
     speculative.enable_adaptive_verification = False
     speculative.tide = {"test_time": {"memory": "ngram"}}

@@ -208,7 +208,7 @@ class Acceptance:
             self._fit(1)
 
     def _fit(self, kind: int) -> None:
-        """A Newton step of the regression."""
+        """Take a Newton step of the regression."""
         (tries, hits), curve = self._counts[kind], self._curves[kind]
         chance = 1.0 / (1.0 + np.exp(-curve))
         slope = hits - tries * chance - self._prior @ (curve - NODES)
@@ -220,7 +220,7 @@ class Acceptance:
         self.variance = float(usual @ blur)
 
     def error(self) -> float:
-        """Expected calibration error of the curves at their nodes; nan: no label."""
+        """Return the expected calibration error of the curves; nan without a label."""
         tries, hits = self._counts[:, 0], self._counts[:, 1]
         chance = 1.0 / (1.0 + np.exp(-self._curves))
         total = float(tries.sum())

@@ -404,7 +404,7 @@ class AdaSpecPolicy:
         return step.survival
 
     def _learn_steps(self) -> int:
-        """Steps that are learnt from together: few at first, as each teaches much."""
+        """Return how many steps are learnt from together: few at first."""
         return min(self._count["steps"] // 4, _LEARN_STEPS)
 
     def _learn(self) -> None:

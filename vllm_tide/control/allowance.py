@@ -31,7 +31,7 @@ class Allowance:
         self._paid_at = min(self._paid_at, now)
 
     def is_due(self, seconds: float, now: float) -> bool:
-        """True if a quarter of what was earned since the last payment is so much.
+        """Return whether a quarter of the income since the last payment is so much.
 
         Then exploration is due that no belief speaks for: traffic may have changed.
         """

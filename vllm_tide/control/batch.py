@@ -35,7 +35,7 @@ class Proposals:
     force: bool = False
 
     def better(self, drafted: np.ndarray) -> np.ndarray:
-        """True where the proposal has the larger sum of survivals; bool [n].
+        """Return where the proposal has the larger sum of survivals, bool [n].
 
         Args:
             drafted: float [s, n], survivals of the draft's tokens.
@@ -56,7 +56,7 @@ class Proposals:
     def merge(
         self, drafted: np.ndarray, size: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The better one of draft and proposal for each request.
+        """Take the better one of draft and proposal for each request.
 
         Args:
             drafted: float32 [s, n], survivals of the draft's tokens.
@@ -172,7 +172,7 @@ _COUNTS = (
 def totals(
     count: Counter[str], undrafted: Counter[str], by_depth: np.ndarray
 ) -> dict[str, Any]:
-    """The part of a policy's `stats` that only counts."""
+    """Return the counters of a policy's `stats`."""
     return {
         **{name: count[name] for name in _COUNTS},
         "steps_without_drafts": dict(undrafted),

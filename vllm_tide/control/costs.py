@@ -13,7 +13,7 @@ CLIENT_SHARE = 0.93
 
 
 def step_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
-    """The limit that a step is held to.
+    """Return the limit that a step has to fit.
 
     Args:
         limits: float64 [n], seconds, inf for none.

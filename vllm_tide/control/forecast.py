@@ -88,7 +88,7 @@ class Forecaster:
         better: float = 0.0,
         limit: float = inf,
     ) -> Forecast:
-        """The forecast of about such a step.
+        """Return the forecast of about such a step.
 
         Args:
             most: Most draft passes.

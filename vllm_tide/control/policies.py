@@ -45,10 +45,10 @@ class StaticPolicy:
         self._by_depth = np.zeros(k_max + 1, np.int64)
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
-        """A request begins."""
+        """Add a request."""
 
     def draft_swapped(self) -> None:
-        """The draft has new weights."""
+        """Adapt to a draft with new weights."""
 
     def plan(self, batch: Batch, now: float) -> Plan:
         self._caps, self._memory, self.remembered = batch.caps, batch.memory, None

@@ -32,7 +32,7 @@ class SloBook:
         self._any_asked = False
 
     def add(self, slot: int, slo: float | None, asked: float | None = None) -> None:
-        """A request begins.
+        """Add a request.
 
         Args:
             slo: Seconds per output token after the first; None: no limit.
@@ -63,7 +63,7 @@ class SloBook:
         self._last[slots[some]] = now
 
     def binds(self, slots: np.ndarray) -> bool:
-        """True if one of these requests has a limit, its own or the server's."""
+        """Return whether one of these requests has a limit, its own or the server's."""
         if not self._used:
             return False
         return bool(np.minimum(self._slo[slots], self._asked[slots]).min() < np.inf)
@@ -85,7 +85,7 @@ class SloBook:
         return self._budgets(self._slo[slots], slots, now)
 
     def asked(self, slots: np.ndarray, now: float) -> np.ndarray | None:
-        """The same with the limits that clients ask for; None if there are none."""
+        """Return the same with the limits of clients; None if there are none."""
         if not self._any_asked or np.isinf(asked := self._asked[slots]).all():
             return None
         return self._budgets(np.minimum(self._slo[slots], asked), slots, now)
@@ -97,7 +97,7 @@ class SloBook:
         return limits
 
     def finish(self, slot: int) -> bool | None:
-        """A request ends; counts it.
+        """Remove a request and count it.
 
         Returns:
             Whether its average kept the budget; None if that was not at stake.

@@ -176,7 +176,7 @@ class PassTime:
             self.version += 1
 
     def learnt(self) -> list[float]:
-        """The mean of the logarithm at `KNOTS`, and of the plain factor."""
+        """Return the mean of the logarithm at `KNOTS`, and of the plain factor."""
         return self._mean.tolist()
 
     def take(self, learnt: list[float]) -> None:
@@ -186,7 +186,7 @@ class PassTime:
 
 
 def _at(rows: int, plain: bool, state: np.ndarray) -> Any:
-    """A state, [knots + 1], at so many rows; of a matrix its row."""
+    """Interpolate a state, [knots + 1], at so many rows; of a matrix its row."""
     low = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1) - 1
     share = (rows - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
     share = min(max(share, 0.0), 1.0)
@@ -260,7 +260,7 @@ class StepTimes:
         return self.prior.draft_first(rows, context) * self.first.factor(rows)
 
     def ratio_sd(self, requests: int, now: float) -> float:
-        """Standard deviation of the logarithm of a step's time over a plain step's."""
+        """Return the standard deviation of log(a step's time over a plain step's)."""
         target = self.target.variance(2 * requests, now, over_plain=True)
         first = self.first.variance(requests, now)
         passes = self.draft_curve(requests, 0, requests, 1)[1]

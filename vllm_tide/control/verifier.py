@@ -40,7 +40,7 @@ def select(
     limit: float = np.inf,
     bar: float | None = None,
 ) -> Choice:
-    """The verified set of most value.
+    """Find the verified set of the highest value.
 
     Args:
         survival: float32 [s, n], probability that token j of request i and all before

@@ -52,13 +52,13 @@ class Evaluation:
         return int(sum(r[0] for r in self.requests.values()))
 
     def acceptance(self, form: str = "served") -> float:
-        """Expected tokens per verify step, with the bonus token (1 to K + 1)."""
+        """Return expected tokens per verify step, bonus token included (1 to K + 1)."""
         rows, column = self.num_rows, 1 + FORMS.index(form)
         accepted = sum(r[column] for r in self.requests.values())
         return 1.0 + accepted / rows if rows else math.nan
 
     def standard_error(self, form: str = "served") -> float:
-        """Standard error of `acceptance` over requests (ratio estimator)."""
+        """Return the standard error of `acceptance` over requests (ratio estimator)."""
         column = 1 + FORMS.index(form)
         return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
 
