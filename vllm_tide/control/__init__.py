@@ -1,5 +1,5 @@
-"""Speculative-length control: pure NumPy, no torch, no vLLM, no wall clock.
+"""Control of the speculative length in NumPy, without torch, vLLM or a wall clock.
 
-The engine's adapter and the simulator drive the same code; times are float64 seconds
-and *now* is always an argument.
+The engine's adapter and the simulator run the same code. Times are float64 seconds;
+the current time is always an argument.
 """

@@ -1,15 +1,15 @@
-"""Chance that a draft token is accepted, those before it being accepted.
+"""Probability that a draft token is accepted, given that all before it are.
 
-AdaSpec multiplies raw confidences (eq. 7) and never learns whether they were right.
-Here the log-odds of acceptance are a smooth function of the confidence, plus a term of
-the request, which is Bayesian logistic regression:
+AdaSpec multiplies raw confidences (eq. 7) without calibrating them. Here the log-odds
+of acceptance are a smooth function of the confidence plus an intercept per request
+(Bayesian logistic regression):
 
-* a curve by kind of request (greedy, sampled), with a Gaussian process prior around
-  "the confidence is true", from counts that fade;
-* a random intercept for each request, from its own verdicts. How much requests differ
-  is learnt from those that have ended (expectation maximisation).
+* a curve per kind of request (greedy, sampled), fitted to exponentially decayed counts
+  with a Gaussian process prior around the identity (calibrated confidences);
+* a random intercept per request, fitted to its own tokens. The variance between
+  requests is estimated from finished requests (expectation maximisation).
 
-Labels come from tokens up to the first rejected one: the rest was never judged.
+Only tokens up to and including the first rejected one have labels.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import numpy as np
 from vllm_tide._shm import survival
 
 HALF_LIFE_TOKENS = 2000.0
-"""Labels after which one counts half."""
+"""Number of newer labels after which a label has half its weight."""
 
 NODES = np.linspace(-4.0, 8.0, 25)
-"""Log-odds of confidence between which the curve is linear."""
+"""Knots of the piecewise linear curve: log-odds of the confidence."""
 
 _CURVE_SD, _CURVE_LENGTH = 1.0, 4.0  # Gaussian process around the identity, log-odds
-_REQUEST_SD = 0.3  # random intercept of a request, before any has ended
-_REQUEST_WEIGHT = 0.1  # of a request that ended, in the variance of the next
-_PRIOR_MEAN, _PRIOR_TOKENS = 0.6, 20.0  # log-odds before any token; its weight
-# Standard deviation of the log-odds of drafted tokens: at first, and at least.
+_REQUEST_SD = 0.3  # initial standard deviation of the requests' intercepts
+_REQUEST_WEIGHT = 0.1  # of a finished request in the update of their variance
+_PRIOR_MEAN, _PRIOR_TOKENS = 0.6, 20.0  # prior log-odds, and their weight in tokens
+# Initial and minimum standard deviation of the log-odds of drafted tokens.
 _SPREAD, _LEAST_SPREAD = 1.5, 0.1
-_DRIFT = 0.2  # random walk of the mean log-odds of drafts, per root second
-_NEWTON = 1.0  # log-odds that a weight moves at most in one step of the fit
+_DRIFT = 0.2  # random walk of the mean log-odds, per square root of a second
+_NEWTON = 1.0  # maximum change of a weight in one Newton step, log-odds
 
 
 class RequestIntercepts:
-    """Random intercepts: ease of each request beyond its confidences, in log-odds.
+    """Random intercept of each request in the log-odds of acceptance.
 
     Args:
-        capacity: Slots of requests.
-        spread: Standard deviation between requests, before any has ended.
+        capacity: Number of request slots.
+        spread: Initial standard deviation between requests.
 
     Attributes:
-        value: float64 [capacity].
-        variance: Of requests, so of a new one.
+        value: float64 [capacity], log-odds.
+        variance: Estimated variance between requests; prior variance of a new one.
     """
 
     def __init__(self, capacity: int, spread: float = _REQUEST_SD) -> None:
@@ -54,7 +54,7 @@ class RequestIntercepts:
         self._precision = np.full(capacity, 1.0 / self.variance)
 
     def add(self, slot: int) -> None:
-        """Another request has the slot."""
+        """Assign the slot to a new request; its last one updates the variance."""
         second = float(self.value[slot]) ** 2 + 1.0 / float(self._precision[slot])
         self.variance += _REQUEST_WEIGHT * (second - self.variance)
         self.value[slot], self._precision[slot] = 0.0, 1.0 / self.variance
@@ -62,35 +62,35 @@ class RequestIntercepts:
     def learn(
         self, slots: np.ndarray, residual: np.ndarray, weight: np.ndarray
     ) -> None:
-        """Take verdicts: a Newton step of the posterior's mode.
+        """Update intercepts by one Newton step towards the posterior mode.
 
         Args:
             slots: int64 [n], each at most once.
-            residual: float64 [n], tokens accepted less those expected to be.
-            weight: float64 [n], sum of p (1 - p) of the judged tokens.
+            residual: float64 [n], accepted tokens minus their expected number.
+            weight: float64 [n], sum of p (1 - p) over the judged tokens.
         """
         precision = self._precision[slots] + weight
         self._precision[slots] = precision
         self.value[slots] += residual / precision
 
     def reset(self) -> None:
-        """Forget all requests."""
+        """Reset the intercepts of all slots."""
         self.value.fill(0.0)
         self._precision.fill(1.0 / self.variance)
 
 
 class Acceptance:
-    """Beliefs about draft tokens.
+    """Estimated acceptance probabilities of draft tokens.
 
     Args:
-        most: Draft tokens of a request, at most (K).
-        capacity: Slots of requests.
+        most: Maximum number of draft tokens of a request (K).
+        capacity: Number of request slots.
 
     Attributes:
-        requests: Intercepts by slot; the one past the last is of no request.
-        variance: Of the log-odds of a token, as tokens are.
-        mean: float64 [K], log-odds of the tokens that were drafted lately.
-        spread: Their standard deviation.
+        requests: Intercepts by slot; the additional last slot has no request.
+        variance: Posterior variance of a token's log-odds, mean over observed tokens.
+        mean: float64 [K], mean log-odds of recently drafted tokens by position.
+        spread: Standard deviation of those log-odds.
     """
 
     def __init__(self, most: int, capacity: int) -> None:
@@ -105,7 +105,7 @@ class Acceptance:
         self.mean = _PRIOR_MEAN - 0.1 * np.arange(most)
         self._seen = np.full(most, _PRIOR_TOKENS)
         self.spread = _SPREAD
-        self._drafted_at = inf  # seconds; inf: not yet
+        self._drafted_at = inf  # seconds; inf: never
 
     def survival(
         self,
@@ -114,17 +114,18 @@ class Acceptance:
         sampled: np.ndarray,
         caps: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-odds of each token, and the chance that it and all before are accepted.
+        """Return log-odds and survival probabilities of draft tokens.
 
         Args:
             confidence: float32 [s, n], highest probability of the draft at each token;
                 nan: never accepted.
             slots: int64 [n].
             sampled: bool [n], temperature above zero.
-            caps: int64 [n], tokens of each request; there are none beyond.
+            caps: int64 [n], maximum number of tokens of each request.
 
         Returns:
-            float64 [s, n], nan where there is no token; float32 [s, n], -1 there.
+            float64 [s, n] log-odds, nan without a token; float32 [s, n] probability
+            that the token and all before it are accepted, -1 without a token.
         """
         logits, chances = np.empty(confidence.shape), np.empty_like(confidence)
         knots, curves, requests = self._confidence, self._curves, self.requests.value
@@ -134,34 +135,34 @@ class Acceptance:
         return logits, chances
 
     def accepted(self, slots: np.ndarray, caps: np.ndarray) -> np.ndarray:
-        """Tokens expected to be accepted of drafts of `caps` tokens, float64 [n]."""
+        """Return expected accepted tokens of drafts of `caps` tokens, float64 [n]."""
         logits = self.mean[:, None] + self.requests.value[slots]
         alive = np.multiply.accumulate(1.0 / (1.0 + np.exp(-logits)), axis=0)
         inside = np.arange(len(logits))[:, None] < caps
         return np.asarray(alive.sum(axis=0, where=inside))
 
     def drafted(self, logits: np.ndarray, now: float) -> None:
-        """Learn the distribution of drafts, verified or not.
+        """Update the distribution of log-odds with drafts, verified or not.
 
         Args:
             logits: float64 [K, m]; nan where no token was drafted.
-            now: Seconds; traffic may have changed since the drafts before.
+            now: Seconds. Older drafts lose weight with the time since the last call.
         """
         drift = _DRIFT**2 * max(now - self._drafted_at, 0.0)
         self._drafted_at = now
         self._seen /= 1.0 + self._seen * drift / self.spread**2
-        away = np.minimum(logits, 5.0) - self.mean[:, None]
-        there = ~np.isnan(away)
-        away[~there] = 0.0
-        count = there.sum(axis=1)
+        deviation = np.minimum(logits, 5.0) - self.mean[:, None]
+        present = ~np.isnan(deviation)
+        deviation[~present] = 0.0
+        count = present.sum(axis=1)
         self._seen = np.minimum(self._seen + count, HALF_LIFE_TOKENS / log(2))
-        if count[0] > 1:  # about their own mean: a jump of it is no spread
-            own = float(away[0][there[0]].var(ddof=1))
+        if count[0] > 1:  # around their own mean: a shift is not spread
+            own = float(deviation[0][present[0]].var(ddof=1))
             share = count[0] / self._seen[0]
             variance = self.spread**2 + share * (own - self.spread**2)
             self.spread = sqrt(max(variance, _LEAST_SPREAD**2))
-        shift = away.sum(axis=1) / self._seen
-        # Tokens too deep to be drafted lately shift with the deepest that were.
+        shift = deviation.sum(axis=1) / self._seen
+        # Positions that were not drafted shift like the deepest drafted one.
         deepest = np.count_nonzero(count)
         if deepest:
             shift[deepest:] = shift[deepest - 1]
@@ -176,14 +177,14 @@ class Acceptance:
         judged: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Learn from verdicts.
+        """Update curves and intercepts with the results of verification.
 
         Args:
-            confidence, logits: float64 [K, m], of the columns' drafts.
-            slots: int64 [m]; a request may have many columns.
+            confidence, logits: float64 [K, m], one column per draft.
+            slots: int64 [m]; a request may have several columns.
             sampled: bool [m].
-            judged: int64 [m], tokens up to the first rejected one.
-            accepted: int64 [m], how many of them were accepted.
+            judged: int64 [m], tokens up to and including the first rejected one.
+            accepted: int64 [m], number of accepted tokens among them.
         """
         inside = np.arange(len(logits))[:, None] < judged
         chance = np.where(inside, 1.0 / (1.0 + np.exp(-logits)), 0.0)
@@ -208,7 +209,7 @@ class Acceptance:
             self._fit(1)
 
     def _fit(self, kind: int) -> None:
-        """Take a Newton step of the regression."""
+        """Update one curve by a Newton step of the logistic regression."""
         (tries, hits), curve = self._counts[kind], self._curves[kind]
         chance = 1.0 / (1.0 + np.exp(-curve))
         slope = hits - tries * chance - self._prior @ (curve - NODES)
@@ -220,7 +221,7 @@ class Acceptance:
         self.variance = float(usual @ blur)
 
     def error(self) -> float:
-        """Return the expected calibration error of the curves; nan without a label."""
+        """Return the expected calibration error of the curves; nan without labels."""
         tries, hits = self._counts[:, 0], self._counts[:, 1]
         chance = 1.0 / (1.0 + np.exp(-self._curves))
         total = float(tries.sum())
@@ -229,7 +230,7 @@ class Acceptance:
         return float(np.abs(hits - tries * chance).sum()) / total
 
     def forget(self, keep: float) -> None:
-        """Keep a share of the evidence: the draft is another one."""
+        """Reduce the evidence to the share `keep`, after the draft was replaced."""
         self._counts *= keep
         self._seen *= keep
         self.requests.reset()

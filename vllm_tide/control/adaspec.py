@@ -1,20 +1,20 @@
-"""AdaSpec's control of the speculative length (arXiv 2503.05096), on two beliefs.
+"""AdaSpec's control of the speculative length (arXiv 2503.05096).
 
-`StepTimes` predicts the seconds of a step and `Acceptance` the chance that a drafted
-token is accepted; both have variances, and both forget. The order in a step:
+`StepTimes` predicts the seconds of a step, `Acceptance` the probability that a draft
+token is accepted. Both estimate their variance and discount old data. In each step:
 
 * `plan` predicts, for each depth, the tokens and the seconds of a step from simulated
   drafts. Time is linear in the rows of each pass and so quadratic in the length
-  (eq. 1-5). The best depth is planned, or none where that does not pay.
-* `go_on` corrects the plan: from the planned depth on, the confidences of the draft
-  decide about each further pass (predict, execute, correct).
-* `choose` cuts the drafts to the tokens that are worth verifying (eq. 7, 8).
-* `observe` takes what the target accepted.
+  (eq. 1-5). It plans the best depth, or no drafts if the gain is too small.
+* `go_on` corrects the plan: from the planned depth on, the draft's confidences decide
+  whether another pass runs (predict, execute, correct).
+* `choose` selects the draft tokens that are worth verifying (eq. 7, 8).
+* `observe` records the accepted tokens.
 
-Every choice maximises expected tokens less seconds times the tokens per second of the
-best predicted step. Exploration has one rule: take the other action if it is better by
-two standard errors and if an allowance, a small share of all time, covers the expected
-loss.
+Every decision maximises expected tokens minus seconds times the tokens per second of
+the best predicted step. Exploration has one rule: take the other action if its bound
+at two standard errors is better and the exploration budget, a small share of all time,
+covers the expected loss.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vllm_tide.control.costs import CLIENT_SHARE, Times, step_limit
 from vllm_tide.control.forecast import Forecast, Forecaster
 from vllm_tide.control.verifier import select
 
-_SWAP_EVIDENCE = 0.2  # share of the evidence that a new draft inherits: a power prior
+_SWAP_EVIDENCE = 0.2  # share of the evidence kept for a new draft (power prior)
 _STANDARD_ERRORS = 2.0  # of the bounds that exploration compares
-_SPREAD_STEPS = 32.0  # steps over which the price of catching up is spread
-_EXPLORATION_STEPS = 2  # in a row; the second one's time has the host's in it
-_WHOLE_EVERY = 64  # one step in so many verifies whole drafts, within the allowance
-_UNASKED_STEPS = 16  # without drafts, for which the engine does not ask
-_LEARN_STEPS, _LEARN_DRAFTS = 32, 1024  # learnt from together, at most
+_SPREAD_STEPS = 32.0  # steps over which the catch-up cost is spread
+_EXPLORATION_STEPS = 2  # consecutive; the second one's time includes the host time
+_WHOLE_EVERY = 64  # interval of steps that verify whole drafts, within the budget
+_UNASKED_STEPS = 16  # steps without drafts for one call of `plan`
+_LEARN_STEPS, _LEARN_DRAFTS = 32, 1024  # maximum steps and drafts of one update
 _QUANTILES = np.array([-1.2247, 0.0, 1.2247])  # of a standard normal, equal weights
 _KNOBS = ControlConfig.model_validate({})
 
@@ -50,11 +50,11 @@ class ControlSettings:
     """Settings of the policy.
 
     Attributes:
-        k_max: Most draft tokens of a request in a decode step.
-        verify: Choose the verified tokens by value; False sends every drafted token
-            (ablation, and where a cut would bias the output).
-        explore: Verify whole drafts now and then, within `probe_share`, and in
-            exploration steps; False where the result of `choose` is not verified.
+        k_max: Maximum draft tokens of a request in a decode step.
+        verify: Verify the draft tokens that are worth it; False verifies all of them
+            (for ablations, and where a selection would bias the output).
+        explore: Verify whole drafts periodically, within `probe_share`, and in
+            exploration steps; False if the result of `choose` is not verified.
     """
 
     k_max: int = 7
@@ -73,18 +73,18 @@ class ControlSettings:
 
 @dataclass(slots=True)
 class _Step:
-    """The decode step under way.
+    """State of the current decode step.
 
     Attributes:
-        caps: int64 [n], as of the batch, 0 where the draft is of no use.
-        context: Tokens in the KV cache, of all requests.
-        limit, operator_limit: Seconds that the step may take; without clients' limits.
-        rate: Tokens that a second is worth.
-        row_price: Tokens that a verified row costs.
-        planned: Draft passes that no confidence decides about.
-        exploring: The step drafts, or does not, to measure what that yields.
-        confidences: float32 [K, n], of each draft pass; nan of those that did not run.
-        verified: int64 [n], drafted tokens that were chosen.
+        caps: int64 [n], `Batch.caps`, with 0 where a draft is not useful.
+        context: Tokens in the KV cache, summed over the requests.
+        limit, operator_limit: Time limit (s) with and without the clients' limits.
+        rate: Value of a second, in tokens.
+        row_price: Cost of a verified row, in tokens.
+        planned: Draft passes that run for any confidences.
+        exploring: Whether this is an exploration step, with or without drafts.
+        confidences: float32 [K, n], by draft pass; nan for passes that did not run.
+        verified: int64 [n], draft tokens selected by `choose`.
     """
 
     number: int
@@ -107,26 +107,26 @@ class _Step:
 
 
 class AdaSpecPolicy:
-    """AdaSpec's control.
+    """AdaSpec's control policy.
 
-    Order of calls: `plan`; if it drafts, `go_on` after each draft pass until it is
-    False or the plan's passes are done; then, or where `Batch.memory` is, `choose`;
-    `observe` once the target has sampled. `add` when a request begins, between steps.
+    Order of calls: `plan`; if it drafts, `go_on` after each draft pass until it returns
+    False or the plan's passes are done; then, or with `Batch.memory`, `choose`;
+    `observe` after the target has sampled. `add` for each new request, between steps.
 
     Args:
-        times: Step times, refined by the samples that `observe` gets.
+        times: Step times, updated by the samples of `observe`.
 
     Attributes:
-        verify_chance: float64 [n], of what `choose` chose: the chance with which the
-            first token of each draft is verified (`Record.verify_chance`); None: 1.
-        remembered: bool [n], where `choose` chose the memory's; None if it has none.
+        verify_chance: float64 [n], set by `choose`: probability that the first token
+            of each draft is verified (`Record.verify_chance`); None: 1.
+        remembered: bool [n], where `choose` selected the memory's proposal, or None.
     """
 
     def __init__(self, settings: ControlSettings, times: Times) -> None:
         self._settings, self._times = settings, times
         most, capacity = settings.k_max, settings.max_requests
         self.acceptance = Acceptance(most, capacity)
-        # Apart: many small payments would use up what is saved for a large one.
+        # Separate: many small payments would consume the savings for a large one.
         self.allowance = Allowance(settings.probe_share)
         self._whole_drafts = Allowance(settings.probe_share / 4)
         self.verify_chance: np.ndarray | None = None
@@ -134,15 +134,15 @@ class AdaSpecPolicy:
         self._forecaster = Forecaster(
             times, self.acceptance, most, verify=settings.verify
         )
-        self._added_at = np.zeros(capacity, np.int64)  # step that a slot was given in
+        self._added_at = np.zeros(capacity, np.int64)  # step that assigned a slot
         self._step: _Step | None = None
-        # Steps in a row that are still to come: drafted to explore, or not drafted.
+        # Remaining consecutive exploration steps with drafts, and without drafts.
         self._exploration = self._check = 0
-        self._waiting = list[tuple[_Step | None, Outcome]]()  # not learnt from yet
-        self._since = 0  # steps since the last learning
+        self._waiting = list[tuple[_Step | None, Outcome]]()  # for the next update
+        self._since = 0  # steps since the last update
         self._count, self._undrafted = Counter[str](), Counter[str]()
         self._by_depth = np.zeros(most + 1, np.int64)
-        self._seconds = [0.0, 0.0]  # of plain decoding, predicted; of the same steps
+        self._seconds = [0.0, 0.0]  # predicted without drafts; measured
         self._refresh()
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
@@ -150,7 +150,7 @@ class AdaSpecPolicy:
         self._added_at[slot] = self._count["steps"] + 1
 
     def draft_swapped(self) -> None:
-        """Keep little of what was learnt: the draft has new weights."""
+        """Reduce the evidence after the draft received new weights."""
         self._learn()
         self.acceptance.forget(_SWAP_EVIDENCE)
         self.allowance.refill()
@@ -217,13 +217,13 @@ class AdaSpecPolicy:
         return Plan(step.max_depth, foreseen=depth)
 
     def go_on(self, depth: int, confidence: np.ndarray) -> bool:
-        """Return whether to draft another token after draft pass `depth` (1-based).
+        """Return whether to run another draft pass after pass `depth` (1-based).
 
         Args:
             confidence: float [n], highest probability of the draft at this pass.
         """
         step = self._step
-        assert step is not None  # noqa: S101 (protocol: plan comes first)
+        assert step is not None  # noqa: S101 (plan is called first)
         assert step.confidences is not None  # noqa: S101
         assert step.forecast is not None  # noqa: S101
         step.depth = depth
@@ -242,7 +242,7 @@ class AdaSpecPolicy:
         return gained > step.rate * (draft[depth + 1] - draft[depth])
 
     def choose(self) -> np.ndarray:
-        """int64 [n], tokens of each request to verify (see `remembered`)."""
+        """Return the tokens of each request to verify, int64 [n] (see `remembered`)."""
         step = self._step
         assert step is not None  # noqa: S101
         batch, depth, n = step.batch, step.depth, len(step.batch)
@@ -255,7 +255,7 @@ class AdaSpecPolicy:
             whole = np.minimum(batch.caps, depth)
             survival, whole, self.remembered = batch.memory.merge(survival, whole)
         if self._settings.verify:
-            # Of this context: a forecast is of one like it, which keeps no limit.
+            # For the exact context: a cached forecast is too coarse for a limit.
             seconds = self._times.target_curve(
                 n, step.context, survival.size, batch.prefill
             )
@@ -272,7 +272,7 @@ class AdaSpecPolicy:
         return lengths
 
     def observe(self, outcome: Outcome) -> None:
-        # Little code: while a model computes, it falls out of the caches.
+        # Short, because a forward evicts this code from the CPU's caches.
         step, self._step = self._step, None
         if outcome.sample is not None and not (step is not None and step.depth):
             self._times.observe(outcome.sample, outcome.now)
@@ -287,7 +287,7 @@ class AdaSpecPolicy:
             self._learn()
 
     def leave_out(self, seconds: float) -> None:
-        """Leave a step with prefill rows out of those since `plan`."""
+        """Exclude the time of a step with prefill rows from that since `plan`."""
         if self._step is not None:
             self._step.began += seconds
 
@@ -320,7 +320,7 @@ class AdaSpecPolicy:
     def _best(
         self, step: _Step, forecast: Forecast, extra: float
     ) -> tuple[float, float, int]:
-        """As `Forecast.best` within the step's limits, which are set."""
+        """Set the step's limits and return `Forecast.best` within them."""
         batch = step.batch
         limit, missed = step_limit(batch.limit, forecast.plain)
         step.limit = step.operator_limit = limit
@@ -342,7 +342,7 @@ class AdaSpecPolicy:
         return best
 
     def _keeps_clients_limits(self, step: _Step, limited: float, free: float) -> bool:
-        """Return False, and drop them from the step, if they cost too many tokens/s."""
+        """Return False and drop the clients' limits if they cost too many tokens/s."""
         if limited >= CLIENT_SHARE * free:
             return True
         step.limit = step.operator_limit
@@ -352,7 +352,7 @@ class AdaSpecPolicy:
     def _value(
         self, step: _Step, survival: np.ndarray, seconds: np.ndarray
     ) -> np.ndarray:
-        """Lengths of most value within the limits."""
+        """Return the lengths of the highest value within the step's limits."""
         n = len(step.batch)
         choice = select(survival, n, seconds, step.limit, step.rate)
         if step.limit < step.operator_limit:
@@ -363,7 +363,7 @@ class AdaSpecPolicy:
         return choice.lengths
 
     def _best_gain(self, step: _Step, extra: float) -> float:
-        """Tokens per second over plain, acceptance being two standard errors better."""
+        """Return the gain over plain if acceptance is two standard errors better."""
         better = _STANDARD_ERRORS * sqrt(self.acceptance.variance)
         forecast = self._predict(step, better, step.limit)
         tokens, seconds, _ = forecast.best(extra, step.limit)
@@ -372,17 +372,17 @@ class AdaSpecPolicy:
     def _explore(
         self, step: _Step, lengths: np.ndarray, seconds: np.ndarray
     ) -> np.ndarray:
-        """Whole drafts, in an exploration step or if they are paid for; else `lengths`.
+        """Return whole drafts if exploring or within the budget, else `lengths`.
 
-        A step is taken for its number, so before any confidence: tokens that are never
-        verified would never be learnt to be worth it.
+        Steps are selected by number, before any confidence is known. Without whole
+        drafts there would be no data about tokens that are never verified.
         """
         whole: np.ndarray = np.minimum(step.batch.caps, step.depth)
-        if self.remembered is not None:  # tokens cut there are graded all the same
+        if self.remembered is not None:  # its cut tokens are evaluated anyway
             whole = np.where(self.remembered, lengths, whole)
         if step.exploring:
             return whole
-        # Not by the price of this step, which depends on the confidences.
+        # This step's price must not decide, because it depends on the confidences.
         if not self._whole_drafts.may_borrow:
             return lengths
         loss = float(seconds[int(whole.sum())] - seconds[int(lengths.sum())])
@@ -394,9 +394,9 @@ class AdaSpecPolicy:
         return whole
 
     def _survival(self, step: _Step) -> np.ndarray:
-        """Chance that a token and all before it are accepted, float32 [s, n]."""
+        """Return survival probabilities of the drafted tokens, float32 [s, n]."""
         if step.survival is None or len(step.survival) < step.depth:
-            assert step.confidences is not None  # noqa: S101 (it drafts)
+            assert step.confidences is not None  # noqa: S101 (after a pass)
             confidences, batch = step.confidences[: step.depth], step.batch
             _, step.survival = self.acceptance.survival(
                 confidences, batch.slots, batch.sampled, batch.caps
@@ -404,11 +404,11 @@ class AdaSpecPolicy:
         return step.survival
 
     def _learn_steps(self) -> int:
-        """Return how many steps are learnt from together: few at first."""
+        """Return the number of steps per update, which is small at first."""
         return min(self._count["steps"] // 4, _LEARN_STEPS)
 
     def _learn(self) -> None:
-        """Learn from the steps that wait."""
+        """Update the models with the steps that were not used yet."""
         waiting, self._waiting, self._since = self._waiting, [], 0
         steps, outcomes, drafts = list[_Step](), list[Outcome](), 0
         late = self._learn_steps() == _LEARN_STEPS
@@ -416,7 +416,7 @@ class AdaSpecPolicy:
             self._count_step(step, outcome)
             if step is None or not step.depth:
                 continue
-            # After many of them one more usual step teaches nothing new.
+            # With much data, one in four ordinary drafting steps is enough.
             usual = late and step.number % 4 != 0 and not step.exploring
             if outcome.sample is not None and not usual:
                 self._times.observe(outcome.sample, outcome.now)
@@ -429,15 +429,15 @@ class AdaSpecPolicy:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Take what was learnt into what decides."""
+        """Recompute the values that decisions read."""
         belief = self.acceptance
-        # float64 [K, 3], of a token that is still to be drafted.
+        # float64 [K, 3], quantiles of a token that is not drafted yet.
         logits = belief.mean[:, None] + belief.spread * _QUANTILES
         self._next_chances = 1.0 / (1.0 + np.exp(-logits))
         self._forecaster.refresh()
 
     def _learn_drafts(self, steps: list[_Step], outcomes: list[Outcome]) -> None:
-        """Learn from the drafts of some steps, a column for each draft."""
+        """Update `acceptance` with the drafts of some steps, one column per draft."""
         capacity, batches = len(self._added_at), [step.batch for step in steps]
         sizes = [len(batch) for batch in batches]
         slots = np.concatenate([batch.slots for batch in batches])
@@ -448,12 +448,12 @@ class AdaSpecPolicy:
         for row, each in enumerate(outcomes):
             by_slot[:, row, each.slots] = each.verified, each.accepted
         judged, accepted = by_slot[:, np.repeat(np.arange(len(steps)), sizes), slots]
-        # A slot's next request learns nothing from the one before it.
+        # Drafts of a slot's previous request do not update its current one.
         numbers = np.repeat([step.number for step in steps], sizes)
         slots = np.where(self._added_at[slots] > numbers, capacity, slots)
         logits, _ = self.acceptance.survival(confidences, slots, sampled, caps)
         made = np.count_nonzero(~np.isnan(logits), axis=0)
-        # What follows the first rejected token was never judged.
+        # Tokens after the first rejected one have no label.
         judged = np.minimum(np.minimum(judged, accepted + 1), made)
         accepted = np.minimum(accepted, judged)
         if judged.any():
@@ -463,7 +463,7 @@ class AdaSpecPolicy:
         self.acceptance.drafted(logits, outcomes[-1].now)
 
     def _count_step(self, step: _Step | None, outcome: Outcome) -> None:
-        """Take a step into the totals."""
+        """Add a step to the totals."""
         self._count["verified_tokens"] += int(outcome.verified.sum())
         self._count["accepted_tokens"] += int(outcome.accepted.sum())
         if step is None:
@@ -480,7 +480,7 @@ class AdaSpecPolicy:
             return
         if step.batch.prefill or (sample is not None and sample.prefill):
             return
-        # Python's own floats: the engine core encodes no others for the metrics.
+        # Python floats, because the engine core cannot encode NumPy's for the metrics.
         each = int(outcome.emitted.sum()) / served + outcome.steps - 1
         self._seconds[0] += float(step.forecast.plain * each)
         self._seconds[1] += float(seconds)

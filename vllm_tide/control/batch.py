@@ -1,8 +1,8 @@
 """Input and output of a control policy: plain arrays, one set per decode step.
 
 A step is: plan, some draft passes, choose, then one target pass that verifies the
-chosen tokens. The engine and the simulator use the same types, so a decision that was
-simulated is the decision that is served.
+chosen tokens. The engine and the simulator use the same types and policies, so both
+make the same decisions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Proposals:
     Attributes:
         survival: float32 [K, n], probability that token j of the proposal and all
             before it are accepted; below 0 where there is no such token.
-        drafted: float32 [K, n], the same of the draft's tokens, by counts; None for a
-            policy that predicts acceptance.
-        force: The draft runs even if no request needs it: else nothing would be learnt
-            of it where the memory is better for long.
+        drafted: float32 [K, n], the same for the draft's tokens, from counts; None for
+            a policy that predicts acceptance.
+        force: Run the draft even if no request needs it. Otherwise there would be no
+            data about it while the memory is better.
     """
 
     survival: np.ndarray
@@ -44,10 +44,10 @@ class Proposals:
         return np.asarray(worth[0] > worth[1])
 
     def left_to_draft(self, caps: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """`Batch.caps`, 0 where the proposal is worth more than is expected of a draft.
+        """Return `caps` with 0 where the proposal is better than the expected draft.
 
         Args:
-            accepted: float [n], tokens of the draft expected to be accepted.
+            accepted: float [n], expected accepted tokens of the draft.
         """
         if self.force:
             return caps
@@ -56,14 +56,14 @@ class Proposals:
     def merge(
         self, drafted: np.ndarray, size: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take the better one of draft and proposal for each request.
+        """Select the better of draft and proposal for each request.
 
         Args:
             drafted: float32 [s, n], survivals of the draft's tokens.
-            size: int64 [n], how many of them each request has.
+            size: int64 [n], number of draft tokens of each request.
 
         Returns:
-            float32 [k, n] survivals; int64 [n] tokens; bool [n] True for the proposal.
+            float32 [k, n] survivals; int64 [n] tokens; bool [n], True for the proposal.
         """
         better = self.better(drafted)
         size = np.where(better, (self.survival >= 0).sum(axis=0), size)
@@ -78,20 +78,20 @@ class Batch:
     """The requests of one step, between sampling and drafting.
 
     Attributes:
-        slots: int64 [n], index of each request in the per-request state; given out by
-            the caller, 0..capacity-1, unique until the request ends.
+        slots: int64 [n], index of each request in the per-request state, assigned by
+            the caller: 0..capacity-1, unique until the request ends.
         context: int64 [n], tokens in the KV cache after this step.
-        caps: int64 [n], most draft tokens that can be of use; 0: none are drafted (a
-            prefill chunk, opted out, at the length limit).
+        caps: int64 [n], maximum useful draft tokens; 0: none are drafted (a prefill
+            chunk, opted out, at the length limit).
         sampled: bool [n], temperature above zero.
         limit: float64 [n], seconds this step may take for the request's SLO; inf
-            where there is none (`vllm_tide.control.slo.SloBook.limits`). A policy that
-            keeps the limits of clients puts `asked` here.
-        asked: The same with the limits that clients ask for; None if there are none.
-        first_rows: Rows of the first draft pass (committed and rejected rows too).
-        catchup_rows: Missed rows to catch up before drafting; 0 while drafting.
+            without an SLO (`vllm_tide.control.slo.SloBook.limits`). A policy that
+            applies the clients' limits stores `asked` here.
+        asked: The same with the limits requested by clients; None if there are none.
+        first_rows: Rows of the first draft pass, including committed and rejected ones.
+        catchup_rows: Missed rows that the draft reads first; 0 while drafting.
         prefill: Prefill rows expected in the next target step; 0 if unknown.
-        memory: Drafts that need no draft pass; None if there are none.
+        memory: Proposals that need no draft pass; None if there are none.
     """
 
     slots: np.ndarray
@@ -114,15 +114,15 @@ class Plan:
     """Decision before the first draft pass.
 
     Attributes:
-        passes: Most draft passes; 0: do not draft.
-        reason: Why not, when `passes` is 0: "no_room", "no_gain", "slo",
-            "memory" (all requests have better proposals) or "check" (to measure what a
-            step takes undrafted).
-        unasked: With `passes` 0: steps of about as many requests, none with a limit,
-            for which `plan` need not be called; the next observation counts them
-            (`Outcome.steps`), without those that had prefill rows.
-        foreseen: With `passes` >= 1: draft passes that pay before any confidence of
-            this step, so those of a later one; 0: not predicted.
+        passes: Maximum draft passes; 0: do not draft.
+        reason: Reason for `passes` of 0: "no_room", "no_gain", "slo", "memory" (all
+            requests have better proposals) or "check" (to measure the time of a step
+            without drafts).
+        unasked: With `passes` 0: further steps, of a similar batch size and without
+            limits, for which `plan` need not be called. The next observation counts
+            them (`Outcome.steps`), except those with prefill rows.
+        foreseen: With `passes` >= 1: best number of draft passes before confidences
+            are known, so also a prediction for later steps; 0: not predicted.
     """
 
     passes: int
@@ -133,18 +133,18 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a step, once the target has sampled.
+    """Result of a step, after the target has sampled.
 
     Attributes:
         slots: int64 [n].
-        verified: int64 [n], tokens of the draft that were sent to verification; 0 of a
+        verified: int64 [n], draft tokens that were sent to verification; 0 for a
             request with a proposal of the memory.
         accepted: int64 [n], 0..verified.
         emitted: int64 [n], tokens emitted; 0 for a prefill chunk.
-        now: Time at which this is known (s), on the clock given to `Policy.plan`.
+        now: Time of this result (s), on the clock of `Policy.plan`.
         sample: Measured times of the step, or None if it was not timed.
-        steps: Steps since `Policy.plan`, those without a call of it (`Plan.unasked`)
-            included; counts and sample are of one of them.
+        steps: Steps since `Policy.plan`, including those without a call of it
+            (`Plan.unasked`); counts and sample are those of one step.
     """
 
     slots: np.ndarray

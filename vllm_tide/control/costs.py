@@ -1,4 +1,4 @@
-"""Limits on a step's time, and step times where the draft's first pass always runs."""
+"""Time limits of a step, and step times if the draft's first pass always runs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 from vllm_tide.control.step_times import StepSample, StepTimes
 
 CLIENT_SHARE = 0.93
-"""Least share of the predicted tokens per second that clients' limits may leave."""
+"""Minimum share of the predicted tokens per second that clients' limits must leave."""
 
 
 def step_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
-    """Return the limit that a step has to fit.
+    """Return the time limit of a step.
 
     Args:
-        limits: float64 [n], seconds, inf for none.
+        limits: float64 [n], seconds; inf: no limit.
         plain: Seconds of the step without drafts.
 
     Returns:
-        The tightest limit that the shortest step meets (inf if there is none), and
-        whether limits exist but none can be met.
+        The tightest limit that a step without drafts meets (inf if there is none),
+        and whether limits exist but none can be met.
     """
     tightest = float(np.minimum.reduce(limits)) if len(limits) else np.inf
     if tightest >= plain:
         return tightest, False
-    # Infinite is no limit: one request without any does not make up for the others.
+    # A request without a limit does not make the others' limits feasible.
     feasible = limits[(limits >= plain) & (limits < np.inf)]
     if not len(feasible):
         return np.inf, True
@@ -34,16 +34,16 @@ def step_limit(limits: np.ndarray, plain: float) -> tuple[float, bool]:
 
 
 class FirstPassAlways:
-    """Step times where the draft's first pass runs in every step.
+    """Step times if the draft's first pass runs in every step.
 
-    Model Runner V2 keeps the draft's KV cache without holes that way: the pass runs
-    when nothing is drafted too, and the first drafted token costs nothing more.
+    Model Runner V2 runs this pass even without drafting, so that the draft's KV cache
+    has no gaps. The first draft token therefore has no additional cost.
 
     Args:
-        times: With target and draft passes apart; learns from samples with `steps`
-            of the passes that ran, at least one.
-        lengths: Depths on offer, ascending, the last of them the largest that is asked
-            about; empty: all.
+        times: Times of target and draft passes, separately. Its samples must count
+            all draft passes in `steps`, at least one.
+        lengths: Available depths, ascending; the last is the largest depth of any
+            call; empty: all.
     """
 
     def __init__(self, times: StepTimes, lengths: Sequence[int] = ()) -> None:
@@ -53,13 +53,13 @@ class FirstPassAlways:
 
     @property
     def error(self) -> float:
-        """As of `StepTimes`."""
+        """See `StepTimes`."""
         return self._times.error
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
     ) -> np.ndarray:
-        """Seconds [most + 1] of the target step and the draft's first pass."""
+        """Return seconds [most + 1] of the target step and the first draft pass."""
         target = self._times.target_curve(requests, context, most, prefill)
         first = self._times.draft_curve(requests, context, requests + prefill, 1)
         return np.asarray(target + first[1])
@@ -67,33 +67,33 @@ class FirstPassAlways:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Cumulative seconds [most + 1] of 0..most draft passes but the first.
+        """Return seconds [most + 1] of 0..most draft passes, without the first.
 
-        `most` itself may always be drafted: who has no room for more gets no more.
+        Depth `most` is always available, because the requests may not allow more.
         """
         curve = self._times.draft_curve(requests, context, first_rows, max(most, 1))
-        beside = curve - curve[1]
-        beside[0] = 0.0
-        beside[self._missing[self._missing < most]] = np.inf
-        return np.asarray(beside[: most + 1])
+        further = curve - curve[1]
+        further[0] = 0.0
+        further[self._missing[self._missing < most]] = np.inf
+        return np.asarray(further[: most + 1])
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
-        """Nothing is ever missed."""
+        """Return 0, because the draft reads every row."""
         return 0.0
 
     def ratio_sd(self, requests: int, now: float) -> float:
-        """As of `StepTimes`."""
+        """See `StepTimes`."""
         return self._times.ratio_sd(requests, now)
 
     @property
     def version(self) -> int:
-        """As of `StepTimes`."""
+        """See `StepTimes`."""
         return self._times.version
 
     def observe(self, sample: StepSample, now: float) -> None:
-        """As of `StepTimes`."""
+        """Update the times; see `StepTimes`."""
         self._times.observe(sample, now)
 
 
 Times = StepTimes | FirstPassAlways
-"""Step times that decisions read."""
+"""Step times that a policy uses."""

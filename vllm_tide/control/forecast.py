@@ -1,4 +1,4 @@
-"""Expected tokens and seconds of a step, before any confidence of it."""
+"""Expected tokens and seconds of a step before its confidences are known."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from vllm_tide.control.batch import Batch
 from vllm_tide.control.costs import Times
 
 _PATHS = 32  # simulated drafts
-_TOLERANCE = 0.1  # change of the log-odds' mean or spread that discards forecasts
+_TOLERANCE = 0.1  # change of the log-odds' mean or spread that clears the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expectation of a step before any confidence.
+    """Expected tokens and seconds of a step, by number of draft passes.
 
     Attributes:
         plain: Seconds without drafting.
         draft: Seconds of 0, 1, ... draft passes.
-        steps: For 1, 2, ... draft passes the step of most tokens per second: its
-            tokens, its seconds, and the seconds of one more verified token there.
+        steps: For 1, 2, ... draft passes, the step with the most tokens per second:
+            its tokens, its seconds, and the seconds of one more verified token.
     """
 
     plain: float
@@ -31,10 +31,10 @@ class Forecast:
     steps: list[tuple[float, float, float]]
 
     def best(self, extra: float, limit: float) -> tuple[float, float, int]:
-        """Tokens, seconds and draft passes of the best step within a limit.
+        """Return tokens, seconds and draft passes of the best step within a limit.
 
         Args:
-            extra: Further seconds that drafting costs.
+            extra: Additional seconds of a step that drafts.
         """
         tokens, seconds, length = 0.0, 1.0, 0
         for passes, (each, spent, _) in enumerate(self.steps, 1):
@@ -44,11 +44,11 @@ class Forecast:
 
 
 class Forecaster:
-    """Predicts steps, and keeps the forecasts until something was learnt.
+    """Forecasts of steps, cached until the models change.
 
     Args:
-        most: Draft tokens of a request, at most (K).
-        verify: The best of the drafted tokens are verified; False: all of them.
+        most: Maximum number of draft tokens of a request (K).
+        verify: Whether only the best draft tokens are verified; False: all of them.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Forecaster:
         self._times, self._acceptance, self._verify = times, acceptance, verify
         half = np.random.default_rng(0).standard_normal((most, _PATHS // 2))
         self._normal = np.concatenate([half, -half], axis=1)  # antithetic
-        # By step, used since the last `refresh`, and before it.
+        # Caches: forecasts used since the last `refresh`, and those of before.
         self._known: dict[tuple[int, ...], Forecast] = {}
         self._before: dict[tuple[int, ...], Forecast] = {}
         self._sds: dict[int, float] = {}
-        self._version = 0  # of the times
-        self._used = np.zeros(most + 1)  # mean and spread that are of the forecasts
+        self._version = 0  # of the step times
+        self._used = np.zeros(most + 1)  # mean and spread of the cached forecasts
 
     def refresh(self) -> None:
-        """Discard forecasts: all if drafts have changed by enough, else unused ones."""
+        """Discard unused forecasts, or all if the log-odds have changed enough."""
         self._sds.clear()
         self._before, self._known = self._known, {}
         belief = np.append(self._acceptance.mean, self._acceptance.spread)
@@ -74,10 +74,10 @@ class Forecaster:
             self._before.clear()
 
     def sd(self, requests: int, now: float) -> float:
-        """As `StepTimes.ratio_sd`, at most as old as the last `refresh`."""
-        if (known := self._sds.get(requests)) is None:
-            known = self._sds[requests] = self._times.ratio_sd(requests, now)
-        return known
+        """Return `StepTimes.ratio_sd`, cached until the next `refresh`."""
+        if (cached := self._sds.get(requests)) is None:
+            cached = self._sds[requests] = self._times.ratio_sd(requests, now)
+        return cached
 
     def predict(
         self,
@@ -88,14 +88,14 @@ class Forecaster:
         better: float = 0.0,
         limit: float = inf,
     ) -> Forecast:
-        """Return the forecast of about such a step.
+        """Return the forecast of a step, cached for similar steps.
 
         Args:
-            most: Most draft passes.
-            drafting: Requests that the draft is of use to.
-            context: Tokens in the KV cache, of all requests.
-            better: Log-odds that are added to those of `Acceptance`.
-            limit: Seconds that it may take.
+            most: Maximum number of draft passes.
+            drafting: Number of requests for which a draft is useful.
+            context: Tokens in the KV cache, summed over the requests.
+            better: Log-odds added to those of `Acceptance`.
+            limit: Time limit of the step (s).
         """
         if self._version != (version := self._times.version):
             self._version = version
@@ -111,9 +111,9 @@ class Forecaster:
             round(4.0 * better),
             0 if limit == inf else round(64.0 * log(limit)),
         )
-        if (known := self._known.get(key) or self._before.get(key)) is not None:
-            self._known[key] = known
-            return known
+        if (match := self._known.get(key) or self._before.get(key)) is not None:
+            self._known[key] = match
+            return match
         target = self._times.target_curve(n, context, n * most, batch.prefill)
         draft = self._times.draft_curve(n, context, batch.first_rows, most)
         belief = self._acceptance
@@ -122,9 +122,9 @@ class Forecaster:
         share = drafting / _PATHS
         if self._verify:
             order = np.argsort(survival, axis=None)[::-1]
-            there = order // _PATHS < np.arange(1, most + 1)[:, None]
-            tokens = n + share * np.cumsum(survival.ravel()[order] * there, axis=1)
-            rows = share * np.cumsum(there, axis=1)
+            inside = order // _PATHS < np.arange(1, most + 1)[:, None]
+            tokens = n + share * np.cumsum(survival.ravel()[order] * inside, axis=1)
+            rows = share * np.cumsum(inside, axis=1)
         else:
             tokens = n + share * np.cumsum(survival.sum(axis=1))[:, None]
             rows = drafting * np.arange(1.0, most + 1)[:, None]
@@ -132,7 +132,7 @@ class Forecaster:
         steps = []
         rate = np.where(seconds <= limit, tokens / seconds, 0.0)
         for passes, at in enumerate(rate.argmax(axis=1)):
-            # Over some rows: a step of stairs is no price.
+            # Averaged over several rows, because the curve may have steps.
             high = min(int(rows[passes, at]) + max(n // 2, 1), n * most)
             low = max(high - max(n // 2, 1), 0)
             price = max(float(target[high] - target[low]), 0.0) / max(high - low, 1)

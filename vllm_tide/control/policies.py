@@ -1,7 +1,7 @@
-"""The policies that the engine and the simulator drive: AdaSpec and two baselines.
+"""Control policies of the engine and the simulator: AdaSpec and two baselines.
 
-A static length is vLLM's own setting; the confidence threshold is AdaSpec's "threshold"
-arm (stop when the batch's mean confidence is below 0.6).
+A static length is vLLM's built-in behaviour; the confidence threshold is AdaSpec's
+"threshold" baseline (stop when the batch's mean confidence is below 0.6).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 THRESHOLD = 0.6
-"""Mean confidence below which the threshold policy stops (AdaSpec's arm)."""
+"""Mean confidence below which the threshold policy stops (AdaSpec's baseline)."""
 
 
 class StaticPolicy:
-    """A fixed number of draft tokens, all verified; calls as of `AdaSpecPolicy`.
+    """A fixed number of draft tokens, all verified; same calls as `AdaSpecPolicy`.
 
     Args:
-        k_max: Most draft tokens.
-        times: Step times to keep refined, for their error; None: none.
+        k_max: Maximum draft tokens.
+        times: Step times to update, so that `stats` has their error; None: none.
     """
 
     def __init__(self, k_max: int, times: Times | None = None) -> None:
@@ -45,10 +45,10 @@ class StaticPolicy:
         self._by_depth = np.zeros(k_max + 1, np.int64)
 
     def add(self, slot: int, sampled: bool, now: float) -> None:
-        """Add a request."""
+        """Do nothing: a static policy has no state of requests."""
 
     def draft_swapped(self) -> None:
-        """Adapt to a draft with new weights."""
+        """Do nothing: a static policy has no estimates of the draft."""
 
     def plan(self, batch: Batch, now: float) -> Plan:
         self._caps, self._memory, self.remembered = batch.caps, batch.memory, None
@@ -67,7 +67,7 @@ class StaticPolicy:
         return Plan(most)
 
     def _gate(self, batch: Batch, most: int) -> str:
-        """Reason for no drafts in this step; empty: it drafts."""
+        """Return the reason not to draft in this step; empty: draft."""
         return ""
 
     def go_on(self, depth: int, confidence: np.ndarray) -> bool:
@@ -104,7 +104,7 @@ class StaticPolicy:
 
 
 class ThresholdPolicy(StaticPolicy):
-    """Drafts while the batch's mean confidence is at least the threshold."""
+    """Drafting as long as the batch's mean confidence is at least the threshold."""
 
     def go_on(self, depth: int, confidence: np.ndarray) -> bool:
         self._depth = depth
@@ -114,9 +114,9 @@ class ThresholdPolicy(StaticPolicy):
 
 
 def _drafted(memory: Proposals) -> np.ndarray:
-    assert memory.drafted is not None  # noqa: S101 (given where there are no confidences)
+    assert memory.drafted is not None  # noqa: S101 (set for these policies)
     return memory.drafted
 
 
 Policy = AdaSpecPolicy | StaticPolicy
-"""Decides the draft passes and the verified tokens of every step."""
+"""Policy that decides the draft passes and the verified tokens of every step."""

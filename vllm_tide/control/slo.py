@@ -1,10 +1,10 @@
-"""Limits on time per output token, with credit for requests that are ahead.
+"""Limits on time per output token, with credit for requests ahead of their budget.
 
-What a user sees is the average: (time since the first token) / (tokens after it). A
-request that is ahead of its budget can afford a longer step. For one that is behind,
-no step that emits one token restores the average; what helps it is the step with the
-most tokens per second, so it does not limit the step (`costs.step_limit`). Holding it
-to its budget for one token instead forbids the drafting that would bring it back.
+The limit is on the average: (time since the first token) / (tokens after it). A request
+ahead of its budget can afford a longer step. For a request that is behind, no step that
+emits one token restores the average. The step with the most tokens per second recovers
+it fastest, so this request does not limit the step (`costs.step_limit`). A limit of one
+token's budget would prevent the drafting that restores the average.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import numpy as np
 
 
 class SloBook:
-    """Budgets of the live requests.
+    """Budgets of the running requests.
 
     Attributes:
-        met: Finished requests (with a budget and two tokens or more) that kept it.
-        missed: The same that did not.
+        met: Finished requests, with a budget and at least two tokens, that met it.
+        missed: Such requests that exceeded it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._slo = np.full(capacity, np.inf)
-        self._asked = np.full(capacity, np.inf)  # by the client, not the operator
+        self._asked = np.full(capacity, np.inf)  # by the client
         self._first = np.full(capacity, np.nan)
         self._last = np.full(capacity, np.nan)
         self._tokens = np.zeros(capacity)
         self.met = 0
         self.missed = 0
-        self._used = False  # no request has had a limit: nothing to keep
+        self._used = False  # whether any request has had a limit
         self._any_asked = False
 
     def add(self, slot: int, slo: float | None, asked: float | None = None) -> None:
         """Add a request.
 
         Args:
-            slo: Seconds per output token after the first; None: no limit.
+            slo, asked: Seconds per token after the first (server, client); None: none.
         """
         self._slo[slot] = np.inf if slo is None else slo
         self._asked[slot] = np.inf if asked is None else asked
@@ -45,10 +45,10 @@ class SloBook:
         self._tokens[slot] = 0.0
 
     def advance(self, slots: np.ndarray, emitted: np.ndarray, now: float) -> None:
-        """Tokens were emitted.
+        """Record emitted tokens.
 
         Args:
-            slots: int64 [n]. Slots before their first token are started by it.
+            slots: int64 [n]. The time of a slot starts at its first token.
             emitted: int64 [n], tokens of this step; may be 0.
         """
         if not self._used:
@@ -63,13 +63,13 @@ class SloBook:
         self._last[slots[some]] = now
 
     def binds(self, slots: np.ndarray) -> bool:
-        """Return whether one of these requests has a limit, its own or the server's."""
+        """Return whether any of these requests has a limit, its own or the server's."""
         if not self._used:
             return False
         return bool(np.minimum(self._slo[slots], self._asked[slots]).min() < np.inf)
 
     def limits(self, slots: np.ndarray, now: float) -> np.ndarray:
-        """Seconds that a step may take for each request, if it may emit one token.
+        """Return the seconds of a step that may emit one token, for each request.
 
         limit = slo * (tokens + 1) - elapsed, tokens counted after the first.
 
@@ -77,22 +77,22 @@ class SloBook:
             slots: int64 [n].
 
         Returns:
-            float64 [n]; inf without a budget or before the first token; below the
-            shortest step's time for a request that is behind.
+            float64 [n]; inf without a budget or before the first token; less than the
+            time of the shortest step for a request that is behind.
         """
         if not self._used:
             return np.full(len(slots), np.inf)
         return self._budgets(self._slo[slots], slots, now)
 
     def asked(self, slots: np.ndarray, now: float) -> np.ndarray | None:
-        """Return the same with the limits of clients; None if there are none."""
+        """Return `limits` including the clients' limits; None if there are none."""
         if not self._any_asked or np.isinf(asked := self._asked[slots]).all():
             return None
         return self._budgets(np.minimum(self._slo[slots], asked), slots, now)
 
     def _budgets(self, slo: np.ndarray, slots: np.ndarray, now: float) -> np.ndarray:
-        gone = now - self._first[slots]
-        limits: np.ndarray = slo * (self._tokens[slots] + 1.0) - gone
+        elapsed = now - self._first[slots]
+        limits: np.ndarray = slo * (self._tokens[slots] + 1.0) - elapsed
         limits[np.isnan(self._first[slots])] = np.inf
         return limits
 
@@ -100,7 +100,7 @@ class SloBook:
         """Remove a request and count it.
 
         Returns:
-            Whether its average kept the budget; None if that was not at stake.
+            Whether its average met the budget; None without a budget or second token.
         """
         slo, tokens = min(self._slo[slot], self._asked[slot]), self._tokens[slot]
         if np.isinf(slo) or tokens < 1:

@@ -1,11 +1,11 @@
-"""Seconds of the parts of a step, learnt while it serves.
+"""Step times by part, updated by measurements while serving.
 
-They change: other processes take cores, clocks fall, real batches mix lengths. The
+Step times change with other processes, clock frequencies and the mix of lengths. The
 logarithm of a forward's seconds is that of a `TimeModel`'s curve plus a Gaussian
-process over its rows, followed by a Kalman filter on a few knots: what one number of
-rows takes bears on those near it, and little on others. The residual is clipped, so
-one strange step (a page fault, a stall) moves the curve by little; a lasting change
-shows as residuals of one sign, and the curve is learnt anew.
+process over its rows, tracked by a Kalman filter at a few knots. A measurement mainly
+updates similar numbers of rows. Residuals are clipped, so that one outlier (a page
+fault, a stall) has little effect. A lasting change gives residuals of one sign; the
+filter then restarts from its initial covariance.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import numpy as np
 from vllm_tide.control.time_model import TimeModel
 
 Learnt = tuple[list[float], list[float], list[float], float]
-"""Means of target, first and further draft passes, and seconds of asking."""
+"""Means of target, first and further draft passes, and seconds of control itself."""
 
 KNOTS = tuple(sorted({base << shift for base in (2, 3) for shift in range(12)} | {1}))
-"""Rows at which a curve may bend; kernels change their ways as coarsely."""
+"""Rows at which the slope may change, about as coarse as the choice of kernels."""
 
-_LEVEL_SD = 1.0  # of the logarithm, of all rows together: the prior's error
-_SHAPE_SD, _SHAPE_LENGTH = 0.3, 5.0  # its Gaussian process; knots
-_PLAIN_SD = 0.15  # of what kernels for one row of each request save
-_FREE_ROWS = np.geomspace(1, 1024, 21)  # that reading the weights hides
-_DRIFT = 0.005  # random walk of the logarithm, per root second
-_NOISE_MEMORY = 50  # measurements that the noise is known from
-_LEAST_NOISE = 1e-4  # variance of the logarithm
-_CLIP = 3.0  # standard deviations of a residual
-_LEANING = 1.5  # mean of them, in standard deviations, that is a lasting change
-_TOLERANCE = 0.02  # change of a logarithm that makes a new version
+_LEVEL_SD = 1.0  # of the prior's error, common to all rows (logarithm)
+_SHAPE_SD, _SHAPE_LENGTH = 0.3, 5.0  # Gaussian process over the knots
+_PLAIN_SD = 0.15  # of the savings by kernels for one row per request
+_FREE_ROWS = np.geomspace(1, 1024, 21)  # possible numbers of rows without cost
+_DRIFT = 0.005  # random walk of the logarithm, per square root of a second
+_NOISE_MEMORY = 50  # measurements in the estimate of the noise
+_LEAST_NOISE = 1e-4  # minimum variance of the logarithm
+_CLIP = 3.0  # maximum residual, in standard deviations
+_LEANING = 1.5  # mean residual, in standard deviations, of a lasting change
+_TOLERANCE = 0.02  # change of a logarithm that increments the version
 _SMOOTH = 0.1
 
 
@@ -43,16 +43,16 @@ class StepSample:
     """One measured step.
 
     Attributes:
-        requests: Requests of the step, prefilling ones too; one row each.
+        requests: Requests of the step, including prefilling ones; one row each.
         context: Tokens in the KV cache before the step, summed over the requests.
         prefill: Rows of prefilling requests beyond one each, so that
             `requests + verified + prefill` is the target's number of rows.
         first_rows: Rows of the first draft pass; 0 without one.
-        target_s: Seconds from the begin of the step until its tokens were known.
+        target_s: Seconds from the start of the step until its tokens were known.
         draft_first_s: Seconds of the first draft pass; nan if none.
-        draft_next_s: Seconds of the further draft passes in all; nan if none.
-        host_s: Seconds of the step outside those; nan if unknown (after idling).
-        asked: Control was asked, and drafted: its own time is in `host_s`.
+        draft_next_s: Total seconds of the further draft passes; nan if none.
+        host_s: Seconds of the step outside the passes; nan if unknown (after idling).
+        asked: Control ran and chose to draft, so `host_s` includes its own time.
     """
 
     requests: int
@@ -69,24 +69,24 @@ class StepSample:
 
 
 class PassTime:
-    """A factor on the seconds of one kind of forward, by its rows.
+    """Factor on the seconds of one kind of forward, by its rows.
 
-    One row of each request (`plain`) may have faster kernels, which is one factor more.
+    A forward of one row per request (`plain`) may use faster kernels: a second factor.
 
     Args:
-        shaped: Whether the prior has how seconds rise with rows. If not, they are
-            linear, as AdaSpec has it (eq. 2), with an unknown slope: the first rows
-            cost nothing, as weights are read anyway, and how many do is unknown.
+        shaped: Whether the prior has the shape of the curve. If not, it is linear, as
+            in AdaSpec (eq. 2), with an unknown slope: an unknown number of first rows
+            has no cost, because the weights are read anyway.
 
     Attributes:
-        version: Of what was learnt, as far as predictions change by it.
+        version: Incremented when predictions have changed noticeably.
     """
 
     def __init__(self, *, shaped: bool) -> None:
         count = len(KNOTS)
         gap = np.subtract.outer(np.arange(count), np.arange(count)) / _SHAPE_LENGTH
         local = np.exp(-0.5 * gap**2) + 1e-4 * np.eye(count)
-        # Of the logarithm at the knots, and last of the plain factor.
+        # Of the logarithm at the knots; the last entry is the plain factor.
         covariance, self._walk = np.zeros((2, count + 1, count + 1))
         covariance[-1, -1], self._walk[-1, -1] = _PLAIN_SD**2, _DRIFT**2
         covariance[:-1, :-1] = _LEVEL_SD**2 + _SHAPE_SD**2 * local
@@ -99,7 +99,7 @@ class PassTime:
         self._covariance, self._first = covariance, True
         self._open = covariance.copy()
         self._noise, self._count, self._lean = _SHAPE_SD**2, 0, 0.0
-        self._since = inf  # seconds of the newest step of the filter; inf: none yet
+        self._since = inf  # time of the newest filter update; inf: none yet
         self._versioned = self._mean.copy()
         self.version = 0
 
@@ -108,27 +108,27 @@ class PassTime:
 
     @property
     def plain(self) -> float:
-        """Of one row of each request, over as many rows of fewer."""
+        """Factor of one row per request over the same rows of fewer requests."""
         return exp(self._mean[-1])
 
     def factors(self, count: int) -> np.ndarray:
-        """Of 0, 1, ... rows: float64 [count]."""
+        """Return the factors for 0, 1, ... rows, float64 [count]."""
         factors = np.exp(self._mean[:-1])
         return np.asarray(np.interp(np.arange(count), KNOTS, factors))
 
     def variance(self, rows: int, now: float, *, over_plain: bool = False) -> float:
-        """Of the logarithm of the factor at `now`, seconds.
+        """Return the variance of the factor's logarithm at `now` (s).
 
         Args:
-            over_plain: Of the ratio to a plain forward of half the rows.
+            over_plain: For the ratio to a plain forward of half the rows.
         """
         column = _at(rows, False, self._covariance)
         if over_plain:
             column = column - _at(rows // 2, True, self._covariance)
-        known = _at(rows, False, column)
+        value = _at(rows, False, column)
         if over_plain:
-            known = known - _at(rows // 2, True, column)
-        return max(float(known), 0.0) + _DRIFT**2 * max(now - self._since, 0.0)
+            value = value - _at(rows // 2, True, column)
+        return max(float(value), 0.0) + _DRIFT**2 * max(now - self._since, 0.0)
 
     def observe(
         self,
@@ -138,14 +138,14 @@ class PassTime:
         now: float,
         plain: bool = False,
     ) -> None:
-        """Take a measurement: a step of the filter.
+        """Update the filter with a measurement.
 
         Args:
-            predicted: Seconds without the factor.
+            predicted: Predicted seconds without the factor.
         """
         if not (seconds > 0.0 and predicted > 0.0):
             return
-        if self._first:  # kernels are made in it
+        if self._first:  # it includes the compilation of kernels
             self._first = False
             return
         mean, covariance, noise = self._mean, self._covariance, self._noise
@@ -156,7 +156,7 @@ class PassTime:
         score = residual / sqrt(prior + noise)
         clipped = max(min(score, _CLIP), -_CLIP)
         self._lean += _SMOOTH * (clipped - self._lean)
-        # Inverse gamma: the share of the residual that is the measurement's own.
+        # Inverse gamma, from the share of the residual due to measurement noise.
         self._count = min(self._count + 1, _NOISE_MEMORY)
         own = noise * clipped * clipped
         self._noise = max(noise + (own - noise) / (self._count + 2), _LEAST_NOISE)
@@ -165,7 +165,7 @@ class PassTime:
             clipped, self._lean = score, 0.0
         else:
             covariance += passed * self._walk
-        if passed or self._since == inf:  # a sample may come late
+        if passed or self._since == inf:  # a late sample does not move it back
             self._since = now
         column = _at(rows, plain, covariance)
         gain = column / (float(_at(rows, plain, column)) + noise)
@@ -180,13 +180,13 @@ class PassTime:
         return self._mean.tolist()
 
     def take(self, learnt: list[float]) -> None:
-        """Put what was `learnt` elsewhere in the place of ours."""
+        """Replace the means by `learnt`, from another instance."""
         self._mean[:] = learnt
         self.version += 1
 
 
 def _at(rows: int, plain: bool, state: np.ndarray) -> Any:
-    """Interpolate a state, [knots + 1], at so many rows; of a matrix its row."""
+    """Interpolate a vector [knots + 1], or the rows of a matrix, at `rows`."""
     low = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1) - 1
     share = (rows - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
     share = min(max(share, 0.0), 1.0)
@@ -195,37 +195,37 @@ def _at(rows: int, plain: bool, state: np.ndarray) -> Any:
 
 
 class StepTimes:
-    """Seconds of a step's parts: a `TimeModel` and what serving teaches about it.
+    """Seconds of a step's parts: a `TimeModel` corrected by measurements.
 
-    Everything outside the forwards is in the target's curve.
+    The target's curve includes all time outside the forwards.
 
     Args:
-        guessed: Whether nothing is known of how the prior rises with rows.
+        guessed: Whether the prior's dependence on the number of rows is a guess.
 
     Attributes:
-        prior: The time model that it began with.
-        error: Relative error of a step's predictions lately; nan before the first.
+        prior: The initial time model.
+        error: Moving average of the relative error of step times; nan at first.
     """
 
     def __init__(self, prior: TimeModel, *, guessed: bool = False) -> None:
         self.prior = prior
         self.target, self.first = (PassTime(shaped=not guessed) for _ in range(2))
         self.further = PassTime(shaped=True)
-        # Of 0, 1, ... rows: seconds without context, and of a token of context.
+        # For 0, 1, ... rows: seconds without context, and per token of context.
         self._rows = np.zeros(0), np.zeros(0)
         self._rows_version = -1
-        self._host = 0.0  # seconds outside the forwards beyond the prior's
-        self._asking = 0.0  # seconds that control itself takes where it drafts
+        self._host = 0.0  # seconds outside the forwards minus the prior's
+        self._asking = 0.0  # seconds of control itself in a step that drafts
         self.error = nan
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
     ) -> np.ndarray:
-        """Seconds of a step that verifies 0..most tokens, without drafting.
+        """Return seconds of a step that verifies 0..most tokens, without drafting.
 
         Args:
             context: Tokens in the KV cache, summed over the requests.
-            prefill: Rows beyond one per request that prefilling requests add.
+            prefill: Rows of prefilling requests beyond one each.
 
         Returns:
             float64 [most + 1].
@@ -246,7 +246,7 @@ class StepTimes:
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Seconds of 0..most draft passes, float64 [most + 1]."""
+        """Return seconds of 0..most draft passes, float64 [most + 1]."""
         first = self.prior.draft_first(first_rows, context)
         first = first * self.first.factor(first_rows) + self._asking
         factor = self.first.factor(requests) * self.further.factor(requests)
@@ -254,13 +254,13 @@ class StepTimes:
         return np.array([0.0, *(first + (each + grown * j) * j for j in range(most))])
 
     def catchup_seconds(self, rows: int, context: int = 0) -> float:
-        """Of a pass that feeds missed rows to the draft's KV cache."""
+        """Return seconds of a pass that adds missed rows to the draft's KV cache."""
         if not rows:
             return 0.0
         return self.prior.draft_first(rows, context) * self.first.factor(rows)
 
     def ratio_sd(self, requests: int, now: float) -> float:
-        """Return the standard deviation of log(a step's time over a plain step's)."""
+        """Return the standard deviation of log(step time / plain step time)."""
         target = self.target.variance(2 * requests, now, over_plain=True)
         first = self.first.variance(requests, now)
         passes = self.draft_curve(requests, 0, requests, 1)[1]
@@ -268,7 +268,7 @@ class StepTimes:
         return sqrt(target + share * share * first)
 
     def observe(self, sample: StepSample, now: float) -> None:
-        """Learn from one measured step; `now` in seconds."""
+        """Update the model with one measured step; `now` in seconds."""
         prior, n, context = self.prior, sample.requests, sample.context
         host, known = prior.host + self._host, not isnan(sample.host_s)
         if known and sample.asked:
@@ -291,8 +291,8 @@ class StepTimes:
         if sample.steps > 1 and sample.draft_next_s > 0.0:
             count = sample.steps - 1
             each, grown = prior.further(n, context)
-            # On the first one's factor, which is of the same model: until one of these
-            # was measured, theirs is that of the first.
+            # Relative to the first pass, which runs the same model: its factor also
+            # applies to further passes before any of them is measured.
             predicted = (each + grown * count) * count * self.first.factor(n)
             self.further.observe(n, predicted, sample.draft_next_s, now)
 
@@ -303,7 +303,7 @@ class StepTimes:
 
     @property
     def version(self) -> int:
-        """Changes with what was learnt."""
+        """Version of the predictions; increases when they change."""
         return self.target.version + self.first.version + self.further.version
 
     def learnt(self) -> Learnt:
@@ -313,7 +313,7 @@ class StepTimes:
         return target, first, further, self._asking
 
     def take(self, learnt: Learnt) -> None:
-        """Put what the same prior has `learnt` elsewhere in the place of ours."""
+        """Replace the means by `learnt`, from an instance with the same prior."""
         target, first, further, self._asking = learnt
         self.target.take(target)
         self.first.take(first)
@@ -323,14 +323,14 @@ class StepTimes:
 def step_cost(
     times: StepTimes, requests: int, context: int, verified: int, steps: int
 ) -> float:
-    """Predicted seconds of a decode step over those of one without speculation.
+    """Return predicted seconds of a decode step over those without speculation.
 
     Args:
-        requests: Requests that decode; prefilling ones are left out.
+        requests: Decoding requests, without prefilling ones.
         context: Tokens in their KV cache before the step.
 
     Returns:
-        Above 0; 1 where no request decodes or the times are no numbers.
+        Above 0; 1 if no request decodes or the times are not finite.
     """
     if not requests or not (verified or steps):
         return 1.0

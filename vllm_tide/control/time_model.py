@@ -1,14 +1,14 @@
 """Predicted seconds of a step of speculative decoding.
 
 Source: AdaSpec (arXiv 2503.05096) eq. 1-5. One forward costs
-`alpha * context + gamma * rows + delta`. Two changes to the paper's form: the part of
-the rows is piecewise linear, as a GEMM is bound by the traffic of weights first and by
-arithmetic later; and verification is multi-query, so a request's context is read once
-whatever the number of tokens it verifies, where the paper's batch expansion reads it
+`alpha * context + gamma * rows + delta`. Two changes to the paper's form: the cost of
+rows is piecewise linear, because a GEMM is bound by the traffic of weights for few rows
+and by arithmetic for many; and verification is multi-query, so a request's context is
+read once for any number of verified tokens, where the paper's batch expansion reads it
 k + 1 times.
 
-The step as a quadratic in k, inside one linear piece (t: target, d: draft; n requests
-of mean context l; R rows in the first draft pass)::
+The step time as a quadratic in k, within one linear piece (t: target, d: draft; n
+requests of mean context l; R rows in the first draft pass)::
 
     target            alpha_t n l + gamma_t n (k + 1) + delta_t
     draft pass 0      alpha_d n l + gamma_d R + delta_d
@@ -19,9 +19,9 @@ of mean context l; R rows in the first draft pass)::
     b = n (alpha_d (l - 1/2) + gamma_d + gamma_t) + delta_d
     c = n (alpha_t l + gamma_t) + delta_t + gamma_d (R - n)
 
-With R = n this is the paper's Lemma 4.1 less its `alpha_t` terms in a and b: those
-exist only because batch expansion reads the context again. T(0) is plain decoding,
-the first line with k = 0.
+With R = n this is the paper's Lemma 4.1 without its `alpha_t` terms in a and b, which
+exist only because batch expansion reads the context again. T(0) is plain decoding: the
+first line with k = 0.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """Seconds of one forward by its rows and its context (AdaSpec eq. 2).
+    """Seconds of one forward by rows and context (AdaSpec eq. 2).
 
     Attributes:
         knots: Ascending numbers of rows, the first at least 1.
-        seconds: Cost at each knot, the fixed cost (delta) included; non-decreasing.
-            Linear between knots, linear with the last slope beyond the last one, the
-            first value below the first one.
-        alpha: Seconds per token of context: those in the KV cache, of all requests.
+        seconds: Cost at each knot including the fixed cost (delta); non-decreasing.
+            Linear between knots, linear with the last slope beyond the last knot,
+            constant below the first knot.
+        alpha: Seconds per token in the KV cache, summed over the requests.
     """
 
     knots: tuple[int, ...]
@@ -61,7 +61,7 @@ class ForwardModel:
             raise ValueError(f"costs must not fall with more rows: {seconds}")
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Cost of `start`, `start + 1`, ... rows, float64 [count]."""
+        """Return the cost of `start`, `start + 1`, ... rows, float64 [count]."""
         rows = np.arange(start, start + count, dtype=np.float64)
         cost = np.interp(rows, self.knots, self.seconds)
         if len(self.knots) > 1:
@@ -85,15 +85,15 @@ class ForwardModel:
 class TimeModel:
     """Seconds of a step: target, draft passes, and everything else.
 
-    Work is counted once: the target's rows are requests + verified + prefill, where
-    every request has one row and prefilling ones have `prefill` beyond that.
+    Rows are counted once: the target's rows are requests + verified + prefill, where
+    every request has one row and prefilling requests have `prefill` additional rows.
 
     Attributes:
-        target: From the begin of a step until its sampled tokens are known.
-        draft_first: First draft pass: all rows of the step, rejected ones too. Also of
-            a pass that feeds missed rows to the draft's KV cache.
+        target: From the start of a step until its sampled tokens are known.
+        draft_first: First draft pass: all rows of the step, including rejected ones.
+            Also used for a pass that adds missed rows to the draft's KV cache.
         draft_next: Every further draft pass: one row per request.
-        host: Seconds outside those: scheduling, messages, bookkeeping.
+        host: Seconds outside the forwards: scheduling, messages, bookkeeping.
     """
 
     target: ForwardModel
@@ -104,7 +104,7 @@ class TimeModel:
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
     ) -> np.ndarray:
-        """Seconds of the target's forward that verifies 0..most tokens in all.
+        """Return seconds of the target's forward that verifies 0..most tokens.
 
         Args:
             context: Tokens in the KV cache, summed over the requests.
@@ -116,19 +116,19 @@ class TimeModel:
         return model.rows(requests + prefill, most + 1) + model.alpha * context
 
     def further(self, requests: int, context: int) -> tuple[float, float]:
-        """Of the draft passes after the first: j of them take `a j + b j^2` seconds.
+        """Return a, b: j draft passes after the first take `a j + b j^2` seconds.
 
         Args:
             context: Tokens in the KV cache before the first pass.
         """
-        # Pass j reads what the j passes before it appended: the sum over 1..j.
+        # Pass j also reads j appended tokens per request; the sum over 1..j is taken.
         grown = self.draft_next.alpha * requests * 0.5
         return self.draft_next(requests, context) + grown, grown
 
     def draft_curve(
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
-        """Seconds of 0..most draft passes, float64 [most + 1]."""
+        """Return seconds of 0..most draft passes, float64 [most + 1]."""
         first = self.draft_first(first_rows, context)
         each, grown = self.further(requests, context)
         return np.array([0.0, *(first + (each + grown * j) * j for j in range(most))])
@@ -143,7 +143,7 @@ class TimeModel:
         steps: int,
         first_rows: int,
     ) -> float:
-        """Seconds of a step of `steps` draft passes."""
+        """Return seconds of a step with `steps` draft passes."""
         target = self.target(requests + verified + prefill, context)
         draft = self.draft_curve(requests, context, first_rows, steps)
         return target + float(draft[steps]) + self.host

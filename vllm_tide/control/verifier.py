@@ -1,11 +1,11 @@
-"""Confidence-prior verifier (AdaSpec section 5.2), exact instead of one elimination.
+"""Confidence-prior verifier (AdaSpec section 5.2), exact, not by a single elimination.
 
-Survival p_ij never rises with j, so the m most likely tokens of the whole batch are a
-prefix of every request: the best set of each size m is a sort, and the best size is a
-scan over all m, across every stair of the cost. O(nk log nk).
+Survival p_ij does not increase with j, so the m most likely tokens of the batch are a
+prefix of every request. A sort gives the best set of each size m, and a scan over all m
+gives the best size for any shape of the cost curve. O(nk log nk).
 
-For greedy drafts only: whether a token is in the set depends on the confidences after
-it, so on the token. Of a sampled draft such a choice would bias the output.
+For greedy drafts only: the selection of a token depends on the confidences after it,
+and so on the token. For sampled drafts this would bias the output.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm_tide._shm import best_set
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen set.
+    """The selected set.
 
     Attributes:
         lengths: int64 [n], tokens of each request to verify (a prefix).
-        tokens: Expected tokens emitted, those without drafting included.
+        tokens: Expected emitted tokens, including those without drafting.
     """
 
     lengths: np.ndarray
@@ -40,7 +40,7 @@ def select(
     limit: float = np.inf,
     bar: float | None = None,
 ) -> Choice:
-    """Find the verified set of the highest value.
+    """Return the verified set of the highest value.
 
     Args:
         survival: float32 [s, n], probability that token j of request i and all before
@@ -48,13 +48,12 @@ def select(
             request has no such token.
         plain_tokens: Tokens that the step emits without any draft token.
         seconds: float64 [>= s * n + 1], seconds of the whole step when m = 0, 1, ...
-            tokens are verified; draft time already spent is in all of them, so it is
-            sunk.
-        limit: Seconds the step may take; m = 0 is always allowed.
-        bar: Tokens per second that time is worth. None maximises tokens / seconds of
-            this step (eq. 8); a number maximises tokens - bar * seconds, which over
-            many unequal steps gives the higher total when `bar` is the throughput
-            reached in the long run.
+            tokens are verified; all include the draft time already spent (a sunk
+            cost).
+        limit: Time limit of the step (s); m = 0 is always allowed.
+        bar: Value of a second, in tokens. None maximises tokens / seconds of this step
+            (eq. 8); a number maximises tokens - bar * seconds, which gives the higher
+            total over many unequal steps if `bar` is the long-run throughput.
     """
     steps, n = survival.shape
     lengths = np.empty(survival.shape[1], np.int64)
