@@ -47,6 +47,7 @@ def test_some_points_of_each_protocol(kind, folder):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # some protocols have hundreds of points that load Torch
 @pytest.mark.parametrize("kind", PROTOCOLS, ids=lambda kind: kind.__name__)
 def test_every_point_of_each_protocol(kind, folder):
     assert violations(kind, folder, points_of(kind, folder)) == []
