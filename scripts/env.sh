@@ -9,6 +9,9 @@ if [ -z "$_tide_venv" ]; then
     _tide_venv=$(cd "$(dirname "${BASH_SOURCE:-$0}")/.." && pwd)/.venv
 fi
 
+[ -x "$_tide_venv/bin/vllm" ] ||
+    echo "env.sh: no vllm in $_tide_venv; export TIDE_VENV with the folder of install.sh --venv" >&2
+
 _tide_preload=
 for _tide_library in \
     "$_tide_venv/lib/libiomp5.so" \

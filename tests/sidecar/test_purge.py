@@ -275,6 +275,7 @@ def test_a_ring_without_a_reader_is_not_purged(engine, capsys):
     ("more", "sentence"),
     [
         ((), "no data selected; give --tenant NAME, --tenant-id HEX, or --all"),
+        (("--tenant", ""), "no data selected"),
         (("--tenant", "acme"), "no tenant key"),
         (("--tenant-id", "xyz"), "--tenant-id: 'xyz'"),
         (("--tenant-id", "1" * 17), "not a hexadecimal id of 64 bits"),

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     target = draft.verifier.hub_name if draft.verifier else ""
     text = f"written: {folder} ({args.format}, from {draft.source})"
     if not target:
-        text += "\nno target name: give --target HUB_NAME for `vllm serve DIR`"
+        text += "\nThe export has no target; `vllm serve DIR` needs --target HUB_NAME."
     value = {"directory": str(folder), "source": draft.source}
     return emit(args, text, value | {"version": draft.version, "target": target})
 

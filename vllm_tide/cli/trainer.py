@@ -266,7 +266,7 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
     from vllm_tide.transport.spool_store import open_store
     from vllm_tide.transport.spool_writer import purge_records
 
-    if not args.all and args.tenant is None and args.tenant_id is None:
+    if not args.all and not args.tenant and args.tenant_id is None:
         raise TransportError(
             "purge: no data selected; give --tenant NAME, --tenant-id HEX, or --all"
         )

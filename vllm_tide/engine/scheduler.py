@@ -72,7 +72,7 @@ def leave_the_core() -> None:
     if current_platform.is_cpu():
         shm_broadcast.busy_loop_limit_s = 0.0
         shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 1
-        logger.info("vllm_tide: vLLM does not poll, to leave its core to the trainer.")
+        logger.info("vllm_tide: vLLM waits without spinning; the trainer uses the core")
 
 
 class SchedulerTide:
@@ -135,8 +135,8 @@ class SchedulerTide:
         request.tide_k_max = cap = length_cap(params, self._longest)
         if cap is None and not self._malformed_caps:
             logger.warning(
-                "vllm_tide: a request's vllm_xargs: tide_k_max is not an integer from "
-                "0 on: it is ignored (logged once)."
+                "vllm_tide: ignored tide_k_max in vllm_xargs: it is not a non-negative "
+                "integer (malformed_limits; logged once)."
             )
         self._malformed_caps += cap is None
         if cap is not None:

@@ -53,12 +53,12 @@ _WHY = {
 }
 # Errors in requests, by reason of dropped rows and of malformed limits.
 _ARGUMENTS = {
-    "unknown_key": f"a tide_ key is not one of {', '.join(ARGUMENTS)}: such "
+    "unknown_key": f"a tide_ key is not one of {', '.join(ARGUMENTS)}; such "
     "requests are not captured",
-    "malformed_opt_out": "tide_capture is neither true nor false: such requests are "
+    "malformed_opt_out": "tide_capture is neither true nor false; such requests are "
     "not captured",
-    "malformed_tenant": "tide_tenant is invalid: such requests are not captured",
-    "malformed_limits": "tide_slo_tpot_ms is not a positive number: it is ignored",
+    "malformed_tenant": "tide_tenant is invalid; such requests are not captured",
+    "malformed_limits": "tide_slo_tpot_ms is not a positive number and is ignored",
 }
 
 
@@ -88,7 +88,7 @@ class ServerLog:
             if count and reason in _ARGUMENTS and reason not in self._noted:
                 self._noted.add(reason)
                 logger.warning(
-                    "vllm_tide: a request's vllm_xargs: %s (%s; logged once).",
+                    "vllm_tide: in vllm_xargs of a request, %s (%s; logged once).",
                     _ARGUMENTS[reason],
                     reason,
                 )

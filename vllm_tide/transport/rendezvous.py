@@ -126,7 +126,7 @@ def prepare_run_dir(run_dir: Path) -> Path:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise TransportError(
                 f"run directory {run_dir} is not a directory of user {os.geteuid()}: "
-                f"remove it or set {RUN_DIR_VARIABLE}"
+                f"remove it or set tide.run_dir or {RUN_DIR_VARIABLE}"
             )
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
             raise TransportError(
@@ -136,8 +136,8 @@ def prepare_run_dir(run_dir: Path) -> Path:
             )
     except OSError as error:
         raise TransportError(
-            f"cannot use run directory {run_dir}: {error.strerror}; set "
-            f"{RUN_DIR_VARIABLE}"
+            f"cannot use run directory {run_dir}: {error.strerror}; set tide.run_dir "
+            f"or {RUN_DIR_VARIABLE}"
         ) from error
     return run_dir
 
