@@ -23,7 +23,7 @@ LINES = {
     "cli": 1_521,
     "control": 1_997,
     "dashboards": 69,
-    "deploy": 2_452,
+    "deploy": 2_467,
     "doctor": 846,
     "draft": 2_974,
     "engine": 6_534,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.deploy.deployment import as_wire, master_of
-from vllm_tide.deploy.store import DraftStore, store_fingerprint
+from vllm_tide.deploy.store import DraftStore, DraftUnreadable, store_fingerprint
 from vllm_tide.draft.checkpoint import canonical_name, read_tensors
 from vllm_tide.draft.config import read_config
 from vllm_tide.draft.target import rows_fingerprint
@@ -62,10 +62,13 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
                 rows_fingerprint(manifest.target_path), read_config(manifest.draft_path)
             ),
         )
-        for stored in store.drafts():
-            if not _same(stored.master, live):
-                to, master, before = stored.version, stored.master, stored
-                break
+        try:
+            for stored in store.drafts(strict=True):
+                if not _same(stored.master, live):
+                    to, master, before = stored.version, stored.master, stored
+                    break
+        except DraftUnreadable as error:
+            raise TransportError(f"{error} Nothing was rolled back.") from error
         if _same(master, live):
             raise TransportError(
                 f"no draft before version {version} is known: nothing was rolled back"

@@ -9,6 +9,7 @@ by other users are not loaded; the reason is logged. Names are unique, so no loc
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -50,6 +51,10 @@ _VOLATILE = frozenset(
 
 class DraftRefused(DraftError):
     """A stored draft is damaged, foreign or unsafe to load."""
+
+
+class DraftUnreadable(DraftRefused):
+    """A stored draft exists, but reading it fails now."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +161,18 @@ class DraftStore:
     def newest(self) -> StoredDraft | None:
         return next(self.drafts(), None)
 
-    def drafts(self) -> Iterator[StoredDraft]:
-        """Yield stored drafts, newest first; drafts refused for loading are skipped."""
+    def drafts(self, *, strict: bool = False) -> Iterator[StoredDraft]:
+        """Yield stored drafts, newest first; drafts refused for loading are skipped.
+
+        Raises:
+            DraftUnreadable: `strict`, and a draft exists that cannot be read now.
+        """
         for name in reversed(self._names()):
             try:
                 yield read_draft(self.directory / (name + _TENSORS), self.fingerprint)
             except DraftRefused as error:
+                if strict and isinstance(error, DraftUnreadable):
+                    raise
                 logger.warning("%s", error)
                 self.refused = [*self.refused, str(error)][-32:]
 
@@ -267,7 +278,8 @@ def _read(path: Path, max_bytes: int) -> bytes:
                 raise DraftRefused(f"{path}: damaged (larger than expected).")
             return file.read(status.st_size)
     except OSError as error:
-        raise DraftRefused(f"{path}: cannot be read ({error.strerror}).") from None
+        kind = DraftRefused if error.errno == errno.ENOENT else DraftUnreadable
+        raise kind(f"{path}: cannot be read ({error.strerror}).") from None
 
 
 def _number(name: str) -> int:
