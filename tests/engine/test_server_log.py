@@ -55,7 +55,10 @@ def test_an_invalid_request_argument_is_logged_once_without_its_text(caplog):
         log.report({"dropped": dropped, "malformed_limits": count}, 0.0)
     messages = logged(caplog)
     assert len(messages) == 3
-    assert "vllm_xargs of a request, a tide_ key is not one of tide_capture, " in messages[0]
+    assert (
+        "vllm_xargs of a request, a tide_ key is not one of tide_capture, "
+        in messages[0]
+    )
     assert "tide_capture is neither true nor false" in messages[1]
     assert "tide_slo_tpot_ms is not a positive number" in messages[2]
 
