@@ -1,4 +1,4 @@
-"""Whether figures of a process stay flat: the criterion of the soak.
+"""Criterion of the soak: figures of a process stay flat.
 
 The first quarter of the minutes is warm-up. Of the remaining ones, the median of the
 last third is compared with the median of the first third, figure by figure. Figures of

@@ -96,7 +96,7 @@ def test_zero_and_infinite_gains_stay_numbers():
 
 
 def test_a_request_is_evidence_once():
-    """Whether its cycle is interrupted, or it is held out and scored every time."""
+    """True if its cycle is interrupted, or it is held out and scored every time."""
     trainer, rng = trainer_of(holdout_share=0.5), random.Random(1)
     set_gains(trainer, lambda _: rng.gauss(0.1, 0.15))
     trainer.add_samples(documents_of(rng, 40, 12))

@@ -39,7 +39,7 @@ class Allowance:
 
     @property
     def may_borrow(self) -> bool:
-        """Whether exploration is enabled and the budget is not negative."""
+        """True if exploration is enabled and the budget is not negative."""
         return self._share > 0.0 and self._seconds >= 0.0
 
     def borrow(self, seconds: float) -> None:

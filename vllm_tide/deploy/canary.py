@@ -79,7 +79,7 @@ class Canary:
 
     @property
     def may_publish(self) -> bool:
-        """Whether a better draft may be published now.
+        """True if a better draft may be published now.
 
         Also during a trial without harm so far, of the newest draft and of all that it
         superseded: waiting for each verdict would delay adaptation.

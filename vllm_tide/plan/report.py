@@ -26,7 +26,7 @@ class Plan:
 
     @property
     def train(self) -> bool:
-        """Whether training increases throughput."""
+        """True if training increases throughput."""
         return self.best.name in TIDE
 
     def to_json(self) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class LossMix:
 
     @property
     def needs_mass(self) -> bool:
-        """Whether a term uses acceptance, hence the mass on a pruned vocabulary."""
+        """True if a term uses acceptance, hence the mass on a pruned vocabulary."""
         return "lk_hybrid" in self.weights
 
 

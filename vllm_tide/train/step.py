@@ -154,7 +154,7 @@ class TrainStep:
 
     @property
     def trains_branches(self) -> bool:
-        """Whether batches need rejected branches."""
+        """True if batches need rejected branches."""
         return bool(self.mix.branch)
 
     def has_rows(self, mix: LossMix, target_ids: Tensor) -> bool:

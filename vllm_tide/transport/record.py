@@ -137,7 +137,7 @@ class Record:
 
     @property
     def metadata_only(self) -> bool:
-        """Whether it has only token ids and counts: no features, no teacher."""
+        """True if it has only token ids and counts: no features, no teacher."""
         return bool(self.features.shape[1] == 0)
 
 

@@ -259,12 +259,12 @@ class RingWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether the ring was truncated or unlinked, so that no process can attach."""
+        """True if the ring was truncated or unlinked, so that no process can attach."""
         return self._unusable() == "truncated" or self._segment.lost()
 
     @property
     def intact(self) -> bool:
-        """Whether the ring can be written."""
+        """True if the ring can be written."""
         return not self._unusable()
 
     @property
@@ -280,7 +280,7 @@ class RingWriter:
 
     @property
     def collect(self) -> bool:
-        """Whether the consumer requests full rows."""
+        """True if the consumer requests full rows."""
         return self.collect_mode is Collect.FULL
 
     def stats(self) -> RingStats:
@@ -446,7 +446,7 @@ class RingReader:
 
     @property
     def intact(self) -> bool:
-        """Whether the ring still has its full size."""
+        """True if the ring still has its full size."""
         return self._segment.intact()
 
     def producer_alive(self) -> bool:

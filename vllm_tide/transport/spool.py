@@ -280,7 +280,7 @@ class HeartbeatMonitor:
         self._value: object = None
         self._changed_at = time.monotonic()
         self.changed = False
-        """Whether the value has changed since the first observation."""
+        """True if the value has changed since the first observation."""
 
     def observe(self, value: object) -> None:
         if value != self._value:
@@ -289,7 +289,7 @@ class HeartbeatMonitor:
 
     @property
     def fresh(self) -> bool:
-        """Whether the value changed, or was first observed, within the timeout."""
+        """True if the value changed, or was first observed, within the timeout."""
         return time.monotonic() - self._changed_at < self._timeout_s
 
 

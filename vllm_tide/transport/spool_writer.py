@@ -64,7 +64,7 @@ class SpoolWriter:
 
     @property
     def blocked(self) -> bool:
-        """Whether a write or removal is pending; if so, add no records."""
+        """True if a write or removal is pending; if so, add no records."""
         return self._closed is not None or bool(self._leftovers)
 
     def add(self, body: np.ndarray) -> None:

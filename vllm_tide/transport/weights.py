@@ -129,7 +129,7 @@ class WeightsSegment:
 
     @property
     def lost(self) -> bool:
-        """Whether it was truncated or unlinked, so that no process can attach."""
+        """True if it was truncated or unlinked, so that no process can attach."""
         return self._segment.lost()
 
     @classmethod
@@ -275,7 +275,7 @@ class WeightsWriter:
 
     @property
     def intact(self) -> bool:
-        """Whether the segment still has its full size."""
+        """True if the segment still has its full size."""
         return self._segment.intact()
 
     @classmethod

@@ -68,7 +68,7 @@ class Arm:
 
     @property
     def adapts(self) -> bool:
-        """Whether the server has a trainer for a fast draft."""
+        """True if the server has a trainer for a fast draft."""
         return "adapt" in (self.test_time or {})
 
 
