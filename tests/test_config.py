@@ -12,7 +12,7 @@ from vllm_tide.config import ConfigError, parse_tide
 from vllm_tide.speculative import notes, read_json_object
 
 BAD_SECTIONS = [
-    ([], "tide: must be an object like {}, got list."),
+    ([], "tide: must be an object like {}, got []."),
     ({"captur": {}}, "tide.captur: unknown key; did you mean 'capture'?"),
     (
         {"capture": {"sampel_rate": 1}},
@@ -33,25 +33,25 @@ BAD_SECTIONS = [
     ),
     (
         {"capture": {"teacher": "all"}},
-        "tide.capture.teacher: Input should be 'hidden' or 'topk', got 'all'.",
+        "tide.capture.teacher: Input should be 'hidden' or 'topk', got \"all\".",
     ),
     (
         {"train": {"device": "gpu"}},
-        "tide.train.device: must be cpu, cuda or cuda:N, got 'gpu'.",
+        'tide.train.device: must be cpu, cuda or cuda:N, got "gpu".',
     ),
     ({"train": {"loss": {}}}, "tide.train.loss: must have at least 1 entry, got {}."),
     (
         {"run_dir": "runs/x"},
         "tide.run_dir: must be an absolute path, because processes have different "
-        "folders, got 'runs/x'.",
+        'folders, got "runs/x".',
     ),
     (
         {"capture": {"ring_mib": "big"}},
-        "tide.capture.ring_mib: Input should be a valid integer, got 'big'.",
+        'tide.capture.ring_mib: must be an integer, got "big".',
     ),
     (
         {"swap": {"enabled": "yes"}},
-        "tide.swap.enabled: Input should be a valid boolean, got 'yes'.",
+        'tide.swap.enabled: must be true or false, got "yes".',
     ),
 ]
 
@@ -283,5 +283,5 @@ def test_an_integral_float_is_a_whole_number():
     assert (train.max_passes, train.cpus) == (4, [0, 2])
     assert type(train.max_passes) is type(train.cpus[0]) is int
     for wrong in (4.5, True, "4", float("inf")):
-        with pytest.raises(ConfigError, match=r"tide\.train\.max_passes: Input should"):
+        with pytest.raises(ConfigError, match=r"max_passes: must be an integer"):
             parse_tide({"train": {"max_passes": wrong}})

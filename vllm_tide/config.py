@@ -7,6 +7,7 @@ key. Used in every process; imports neither torch nor vLLM.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -58,7 +59,9 @@ def without_credentials(text: str) -> str:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
 
 class CaptureConfig(_Section):
@@ -353,7 +356,25 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
     return list(getattr(root, "model_fields", {}))
 
 
+def shown(value: Any) -> str:
+    """Return a value as JSON, shortened; a user writes JSON, not Python."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 200  # characters
 _MESSAGES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object like {{}}",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be a list like [0, 1]",
+    "model_type": "must be an object like {{}}",
+    "string_type": "must be a string",
     "string_pattern_mismatch": "must be {pattern_text}",
     "too_short": "must have at least {min_length} entry",
     "value_error": "{error}",
@@ -371,7 +392,7 @@ def explained(error: ValidationError, model: Any) -> Iterator[str]:
         facts = one.get("ctx", {})
         facts["pattern_text"] = _PATTERNS.get(facts.get("pattern", ""))
         text = _MESSAGES.get(one["type"], "{msg}").format(msg=one["msg"], **facts)
-        message = f"{text}, got {one.get('input')!r:.200}."
+        message = f"{text}, got {shown(one.get('input'))}."
         if one["type"] == "missing":
             message = "missing."
         if one["type"] == "extra_forbidden" or len(loc) < len(one["loc"]):
@@ -416,8 +437,7 @@ def parse_tide(section: Any) -> TideConfig:
         ConfigError: One line per error, each with the name of the knob.
     """
     if not isinstance(section, dict):
-        kind = type(section).__name__
-        raise ConfigError(f"tide: must be an object like {{}}, got {kind}.")
+        raise ConfigError(f"tide: must be an object like {{}}, got {shown(section)}.")
     for name, values in PRESETS.get(str(section.get("preset")), {}).items():
         given = section.get(name, {})
         if isinstance(given, dict):

@@ -19,16 +19,19 @@ from vllm_tide.config import (
     ConfigError,
     TideConfig,
     parse_tide,
+    shown,
     without_credentials,
 )
 
 logger = logging.getLogger("vllm.tide")
 
 FRESH = "fresh"
-MODEL_MISSING = (
-    f"missing; give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to "
-    "start with a new one."
+_MODEL = (
+    f"give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to start with "
+    "a new one."
 )
+MODEL_MISSING = f"missing; {_MODEL}"
+_LENGTH = "set the largest draft length, like 3."
 _LEAVE_OUT = "leave it out or remove the tide section."
 _NOT_REJECTION = {
     "synthetic": "'synthetic' does not compare drafts with the target",
@@ -59,6 +62,11 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
+def is_inline(text_or_path: str) -> bool:
+    """Return whether `--speculative-config` is JSON, not a path."""
+    return text_or_path.lstrip().startswith("{")
+
+
 def read_json_object(text_or_path: str) -> dict[str, Any]:
     """Read inline JSON, a JSON file, or a YAML file (vLLM's `--config` too).
 
@@ -66,7 +74,7 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
         ConfigError: It cannot be read, is not an object, or has a duplicate key.
     """
     text, where = text_or_path, "the inline JSON"
-    inline, is_yaml = text.lstrip().startswith("{"), False
+    inline, is_yaml = is_inline(text), False
     if not inline:
         path = Path(os.path.expanduser(text.removeprefix("@")))
         where, is_yaml = repr(str(path)), path.suffix in (".yaml", ".yml")
@@ -95,7 +103,7 @@ def read_json_object(text_or_path: str) -> dict[str, Any]:
         kind, message = "YAML" if is_yaml else "JSON", " ".join(str(error).split())
         raise ConfigError(f"{where} is not valid {kind}: {message}.") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} must contain a JSON object, not {value!r}.")
+        raise ConfigError(f"{where} must contain a JSON object, not {shown(value)}.")
     # In a file for vLLM's `--config` it is one of many options.
     nested = value.get("speculative-config", value.get("speculative_config", value))
     return nested if isinstance(nested, dict) else read_json_object(str(nested))
@@ -177,9 +185,18 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
             "draft_lm_head_quantization: tide cannot swap a draft with a quantized "
             f"copy of the target's lm_head; {_LEAVE_OUT}"
         )
-    if whole and config.get("num_speculative_tokens") is None:
-        yield "num_speculative_tokens: missing; set the largest draft length, like 3."
-    if whole and not (isinstance(model, str) and model):
+    tokens = config.get("num_speculative_tokens")
+    if tokens is None:
+        if whole:
+            yield f"num_speculative_tokens: missing; {_LENGTH}"
+    elif isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        yield (
+            "num_speculative_tokens: must be an integer of at least 1, got "
+            f"{shown(tokens)}; {_LENGTH}"
+        )
+    if model not in (None, "") and not isinstance(model, str):
+        yield f"model: must be a string, got {shown(model)}; {_MODEL}"
+    elif whole and not model:
         yield f"model: {MODEL_MISSING}"
     elif (whole or str(model).lower() == FRESH) and (
         problem := model_problem(str(model))
@@ -202,7 +219,18 @@ def settle(config: Mapping[str, Any]) -> dict[str, Any]:
         if method != "greedy":
             errors.append(_NO_PROBABILITY.format(method))
         errors += [f"{k}: {_NO_MEMORY}" for k in _FIXED_DRAFTING if config.get(k)]
-    if tide.control.policy != "static":
+    control = tide.control
+    if (
+        config.get("enable_adaptive_verification")
+        and control.slo_tpot_ms
+        and control.policy in ("static", "threshold")
+    ):
+        errors.append(
+            f"tide.control.slo_tpot_ms: {control.policy!r} predicts no step times, so "
+            "enable_adaptive_verification cannot enforce a limit; set "
+            "tide.control.policy to 'adaspec', or remove the limit."
+        )
+    if control.policy != "static":
         excluded = [f"{k}: {t}" for k, t in _FIXED_DRAFTING.items() if config.get(k)]
         requested = "policy" in section.get("control", {})
         errors += excluded if requested else ()

@@ -211,5 +211,6 @@ def test_commands_keep_their_guarantees_under_faults():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_commands_keep_their_guarantees_under_many_faults():
     promises(600, 40)

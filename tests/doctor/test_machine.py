@@ -170,3 +170,10 @@ def test_state_directories(tmp_path):
     assert judged(tmp_path / "file") is judged(tmp_path / "file" / "x") is Status.FAILED
     default = examined(make_subject(tmp_path), "state_directory")
     assert str(tmp_path / "run" / "heads") in default.sentence
+
+
+def test_absent_cpus_fail(tmp_path):
+    subject = make_subject(tmp_path, {"train": {"cpus": [0, 1 << 20]}})
+    finding = examined(subject, "trainer_device")
+    assert finding.status is Status.FAILED
+    assert "tide.train.cpus has [1048576], but" in finding.sentence

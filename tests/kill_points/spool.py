@@ -317,6 +317,11 @@ class Relayed(Spool):
             assert_whole(self._engine.weights.read())
         assert not done or self._engine.weights.latest_version() == 1
 
+    def tidy(self) -> None:
+        """Another relay starts, and another process lists the folders."""
+        self.act()
+        super().tidy()
+
     def close(self) -> None:
         self._engine.close()
 

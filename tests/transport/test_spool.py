@@ -22,7 +22,7 @@ from vllm_tide.transport.spool import (
     instance_gone,
     this_instance,
 )
-from vllm_tide.transport.spool_models import local_models
+from vllm_tide.transport.spool_models import local_models, upload_models
 from vllm_tide.transport.spool_store import ForeignFileError, open_store
 
 # The store
@@ -281,6 +281,18 @@ def test_a_remote_trainer_gets_the_rows_and_the_draft(store, engines, tmp_path):
     assert got.lm_head.shape == (ROWS, 8)
     whole = (tmp_path / "a/models/target/model.safetensors").stat().st_size
     assert (target / "model.safetensors").stat().st_size < whole
+
+
+def test_what_a_killed_relay_left_of_a_model_is_removed(tmp_path, engines):
+    root, engine = tmp_path / "spool", engines()
+    store = open_store(str(root))
+    rows = upload_models(engine.folder(store), engine.manifest)
+    for folder in (f"targets/{rows}", "engines/e1/draft"):
+        left = root / folder / ".tide-left.tmp"
+        left.write_bytes(b"rows")
+        os.utime(left, (0, 0))
+        upload_models(engine.folder(store), engine.manifest)
+        assert not left.exists()
 
 
 def test_a_damaged_model_file_is_refused(store, engines, tmp_path):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from vllm_tide.cli import EXIT_ERROR, add_output, emit, fail
 from vllm_tide.config import TideConfig
 from vllm_tide.doctor.run import make_subject
+from vllm_tide.speculative import is_inline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +62,7 @@ def _check(args: argparse.Namespace) -> int:
     if not args.json:
         for error in errors:
             fail(error)
-    inline = args.file.lstrip().startswith("{")
-    name = "the inline JSON" if inline else args.file
+    name = "the inline JSON" if is_inline(args.file) else args.file
     text = f"{name}: valid. vllm serve checks its own keys, and draft and target."
     report = {"errors": errors, "notes": notes}
     if errors and not args.json:

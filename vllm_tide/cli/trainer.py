@@ -143,7 +143,12 @@ def _outcome(answer: dict[str, Any]) -> str:
 
 
 def _status(args: argparse.Namespace, run_dir: Path) -> int:
-    from vllm_tide.capture.switch import switch_folders, switches_on
+    from vllm_tide.capture.switch import OFF, PAUSED, switch_folders, switches_on
+
+    switched = {
+        OFF: "capture is off: `vllm-tide capture on` switches it on",
+        PAUSED: "paused, so nothing is captured: `vllm-tide resume` continues",
+    }
 
     def describe(answer: dict[str, Any]) -> str:
         status = answer["status"]
@@ -163,7 +168,7 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         with contextlib.suppress(OSError, TransportError):
             folders = switch_folders(run_dir, *_state_dirs(args, run_dir))
             if not args.json and (off := switches_on(folders)):
-                print(f"capture is off ({', '.join(off)})")
+                print(*(switched[name] for name in off), sep="\n")
 
 
 def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
@@ -272,9 +277,9 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
         )
     store = None if args.spool is None else open_store(args.spool)
     tenant = _tenant(args, run_dir, store)
-    lines = [
-        f"purge {'of everything' if tenant is None else f'of tenant {tenant:016x}'}"
-    ]
+    name = "" if args.tenant is None else f" {args.tenant!r}"
+    scope = "everything" if tenant is None else f"tenant{name}, id {tenant:016x}"
+    lines = [f"purge of {scope}"]
     counts: Counts = {}
     removed = 0
     missing = _purge_holders(run_dir, tenant, args, counts)

@@ -149,6 +149,13 @@ def run_directory(subject: Subject) -> Finding:
 def trainer_device(subject: Subject) -> Finding:
     """Compare the trainer's device with the build of torch."""
     name, build = subject.tide.train.device, torch_build()
+    missing = set(subject.tide.train.cpus or ()) - os.sched_getaffinity(0)
+    if missing:
+        return failed(
+            f"tide.train.cpus has {sorted(missing)}, but this process may use "
+            f"{sorted(os.sched_getaffinity(0))}.",
+            "Correct it, or remove it to let the server choose.",
+        )
     if build is None:
         return skipped("torch is not installed.")
     if name != "cpu" and not (build.cuda or build.hip):

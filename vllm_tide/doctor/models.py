@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tide.config import ConfigError
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
+from vllm_tide.speculative import model_problem
 
 if TYPE_CHECKING:
     from vllm_tide.draft.config import Eagle3Config
@@ -108,7 +109,8 @@ def configuration(subject: Subject) -> Iterator[Finding]:
     tide = subject.tide
     if subject.error:
         for sentence in subject.error.splitlines():
-            yield failed(sentence, _KNOBS)
+            about_draft = sentence.startswith("model:")
+            yield failed(sentence, _OTHER_DRAFT if about_draft else _KNOBS)
     elif subject.source is None:
         yield skipped("No --config given: checking the defaults.")
     else:
@@ -150,6 +152,8 @@ def fit(subject: Subject) -> Finding:
             return failed(text, "Set 'model' to a draft.")
         return ok("The server builds a fresh draft for this target.")
     draft = local_checkpoint(subject.draft, subject.revision)
+    if draft is None and model_problem(subject.draft):
+        return skipped(f"There is no draft at {subject.draft!r}.")
     if draft is None:
         return skipped(f"The draft {subject.draft!r} {elsewhere}")
     return _fit_of_checkpoint(subject, draft, shape, target)
@@ -192,11 +196,11 @@ def _fit_of_checkpoint(
 
     from vllm_tide.draft.checkpoint import canonical_name, check_tensors
     from vllm_tide.draft.config import DraftError, Eagle3Config
-    from vllm_tide.engine.arguments import check_speculative_config
+    from vllm_tide.engine.arguments import check_draft
 
     try:
         stored = stored_tensors(draft)
-        check_speculative_config({**subject.speculative, "model": str(draft)}, shape)
+        check_draft(str(draft), None, shape)
     except ConfigError as error:
         return failed(str(error), _OTHER_DRAFT)
     try:

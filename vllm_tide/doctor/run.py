@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
-from vllm_tide.speculative import mistakes, notes, read_json_object
+from vllm_tide.speculative import is_inline, mistakes, notes, read_json_object
 
 # Check functions and their modules, in the order of the report. A module is imported at
 # its first check, so that an import error affects no other module.
@@ -109,7 +109,11 @@ def make_subject(
         else:
             speculative = read_json_object(source)
             if speculative.get("tide") is None:
-                raise ConfigError(f"tide: {source!r} has no tide section.")
+                where = "the inline JSON" if is_inline(source) else source
+                raise ConfigError(
+                    f'tide: {where} has no tide section; add "tide": {{}} for the '
+                    "defaults."
+                )
             error = "\n".join(mistakes(speculative, whole=True))
             tide = parse_tide(speculative["tide"])
     except ConfigError as reason:

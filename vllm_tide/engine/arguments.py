@@ -29,6 +29,7 @@ from vllm_tide.engine.adaptive_arguments import (
 from vllm_tide.speculative import (
     FRESH,
     MODEL_MISSING,
+    is_inline,
     merged,
     mistakes,
     read_json_object,
@@ -105,7 +106,7 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
     Raises:
         argparse.ArgumentTypeError: One sentence; argparse prints it and exits with 2.
     """
-    inline, line = value.lstrip().startswith("{"), tuple(sys.argv)
+    inline, line = is_inline(value), tuple(sys.argv)
     try:
         config = read_json_object(value)
         if inline and any(map(_DOTTED, line)):
@@ -165,27 +166,31 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     if model == FRESH:
         use_fresh_draft(config, tide, target)
         model = config["model"]
-    folder = _draft_folder(model, config.get("revision"))
-    draft = _draft_config(folder)
-    _check_fit(model, draft, target)
-    _check_sizes(model, folder, draft, target)
+    check_draft(model, config.get("revision"), target)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
-    control = tide.control
-    if config.get(KNOB):
-        if control.slo_tpot_ms and control.policy in ("static", "threshold"):
-            raise ConfigError(
-                f"tide.control.slo_tpot_ms: {control.policy!r} predicts no step times, "
-                f"so {KNOB} cannot enforce a limit; set tide.control.policy to "
-                "'adaspec', or remove the limit."
-            )
-    elif control.policy != "static":
+    if tide.control.policy != "static" and not config.get(KNOB):
         config["tide"] = settle_adaptive(config["tide"], config.get(KNOB))
     # vLLM does not reuse the last cached block of a prompt, because one entry of the
     # draft's KV there may stem from another next token. That costs a block of prefill
     # for every cached prompt, even without drafts. `observe` leaves serving unchanged.
     if tide.preset != "observe":
         config.setdefault("disable_eagle_block_drop", True)
+
+
+def check_draft(model: str, revision: str | None, target: Any) -> None:
+    """Check the configuration and the tensor shapes of a draft against the target.
+
+    Args:
+        model: Directory or hub name of the draft.
+
+    Raises:
+        ConfigError: It does not fit the target, or its files cannot be used.
+    """
+    folder = _draft_folder(model, revision)
+    draft = _draft_config(folder)
+    _check_fit(model, draft, target)
+    _check_sizes(model, folder, draft, target)
 
 
 def _check_run_dir(tide: TideConfig) -> None:

@@ -24,13 +24,13 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
         logger.info("vllm_tide: captures nothing (tide.capture).")
     else:
         logger.info(
-            "vllm_tide: captures tokens and hidden states of %g%% of the requests of "
-            "all tenants %s%s, into memory shared with the trainer%s. `vllm-tide "
-            "capture off` stops it, tide_capture false excludes a request.",
-            100 * capture.sample_rate,
-            "without tide_capture false" if opt_out else "with tide_capture true",
-            "" if capture.salted else " and without cache_salt",
-            " and to tide.spool.url" if config.spool.url else "",
+            "vllm_tide: captures tokens and hidden states of %s%s of all tenants%s, "
+            "into memory shared with the trainer%s. `vllm-tide capture off` stops it; "
+            "tide_capture false in vllm_xargs excludes a request.",
+            f"{100 * capture.sample_rate:g}% of " if capture.sample_rate < 1 else "",
+            "all requests" if opt_out else "requests with tide_capture true",
+            "" if capture.salted else " (not those with a cache_salt)",
+            " and for tide.spool.url" if config.spool.url else "",
         )
     for note in notes(config, longest):
         logger.warning("vllm_tide: %s", note)
@@ -57,7 +57,8 @@ _ARGUMENTS = {
     "requests are not captured",
     "malformed_opt_out": "tide_capture is neither true nor false; such requests are "
     "not captured",
-    "malformed_tenant": "tide_tenant is invalid; such requests are not captured",
+    "malformed_tenant": "tide_tenant is not a string of 1 to 256 characters; such "
+    "requests are not captured",
     "malformed_limits": "tide_slo_tpot_ms is not a positive number and is ignored",
 }
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.tide")
 
 # Variables of thread binding, which would put the trainer on the engine's cores.
 _ENGINE_ONLY = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
-_STOP_SECONDS = 10
+_STOP_SECONDS = 5  # then killed: vLLM kills a worker that takes long to stop
 POLL_S = 1.0
 LOG_BYTES = 4 << 20
 HUNG_S = 600.0

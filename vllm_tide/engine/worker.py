@@ -310,8 +310,14 @@ class WorkerTide(Generic[C]):
 
     def _announce_if_missing(self) -> None:
         try:
-            if self._manifest is not None and self._manifest.exists():
-                return
+            if self._manifest is not None:
+                if self._manifest.exists():
+                    return
+                logger.warning(
+                    "vllm_tide: %s was removed and is written again; drafts and logs "
+                    "that were removed with it are lost.",
+                    self._manifest,
+                )
             self._announce()
             if self._stop.is_set():  # `close` may have run before the write
                 rendezvous.remove_manifest(self._run_dir, self._engine_id)

@@ -77,7 +77,8 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     page, grown = _window(history, url)
     if page is EMPTY:
         reason = history[-1].pages.get(url, "was not read")
-        return _verdict(url, None, f"the server {reason}")
+        text = f"No metrics: the server {reason}."
+        return {"name": url, "helps": None, "sentence": text}
     version = page.value(_LARGEST["draft_version"], max)
     if version is None:
         return _verdict(url, None, "tide is not configured on this server")

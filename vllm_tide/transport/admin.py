@@ -250,8 +250,8 @@ def send_to_all(
         result[f"trainer {pid if pids[pid] == 1 else number}"] = answer
     if not result:
         raise NoTrainerError(
-            f"no trainer is running in {run_dir}: start `vllm-tide train`, or give "
-            "--run-dir"
+            f"no trainer is running in {run_dir}: the server starts one, unless "
+            "tide.train.autostart is false; give the server's run directory (--run-dir)"
         )
     return result
 

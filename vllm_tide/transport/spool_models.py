@@ -38,15 +38,17 @@ _FLOATS = ("F32", "F16", "BF16")
 def upload_models(folder: EngineFolder, manifest: EngineManifest) -> str:
     """Upload missing models; return the SHA-256 of the target's ``files.json``.
 
+    Removes abandoned files of killed relays.
+
     The digest names the folder of the target's rows, so it identifies their content.
     """
     store = folder.store
     files = _target_files(Path(manifest.target_path))
     rows = hashlib.sha256(_listed(files)).hexdigest()
-    if store.read(f"{TARGETS}/{rows}/{_LIST}") is None:
-        _upload(store, f"{TARGETS}/{rows}", files)
-    draft = folder.path("draft")
-    if store.read(f"{draft}/{_LIST}") is None:
+    target, draft = f"{TARGETS}/{rows}", folder.path("draft")
+    if _LIST not in store.sizes(target):
+        _upload(store, target, files)
+    if _LIST not in store.sizes(draft):
         _upload(store, draft, _draft_files(Path(manifest.draft_path)))
     return rows
 
