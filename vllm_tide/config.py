@@ -23,7 +23,7 @@ from pydantic import (
     ValidationError,
 )
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 DEVICE, PRINTABLE = r"^(cpu|cuda(:[0-9]+)?)$", r"^[ -~]+$"
 LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
 
@@ -48,6 +48,10 @@ def _absolute(path: str) -> str:
             "must be an absolute path, because processes have different folders"
         )
     return path
+
+
+def _absolute_or_home(path: str) -> str:
+    return path if path.startswith("~") else _absolute(path)
 
 
 _CREDENTIALS = re.compile(r"(?<=://)([^/\s]*:\S*|[^/\s]*)@|\?\S+")
@@ -167,7 +171,7 @@ class TrainConfig(_Section):
         description="Largest share of the training buffer that one tenant "
         "(vllm_xargs: tide_tenant) may fill (0 to 1).",
     )
-    state_dir: str | None = Field(
+    state_dir: Annotated[str, AfterValidator(_absolute_or_home)] | None = Field(
         None,
         description="Directory of the last good draft, checkpoints, tenant key and "
         "switches; null: a folder of the run directory, and the user's state directory "

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from place import ROOT, Place
+from place import ROOT, Place  # adds scripts to the path
 from safetensors.torch import load_file, save_file
+
+from depths import Depths
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 
@@ -54,6 +56,7 @@ class Engine:
         self.worker = core.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
         self.tide = getattr(self.worker, "tide", None)
+        self.depths = None if self.tide is None else Depths(self.tide)
         self.modes: Counter[str] = Counter()  # of the steps' CUDA graphs
         manager, self._names = self.runner.cudagraph_manager, itertools.count()
         dispatch = manager.dispatch
@@ -111,17 +114,23 @@ class Engine:
 
     def publish(self, draft: Path, version: int) -> None:
         """Publish the draft's weights unchanged as another version."""
-        from vllm_tide.engine.staging import wire_view
-        from vllm_tide.transport.weights import WeightsWriter
+        shared = self.tide.swapper.shared
+        publish_draft(self.tide._segment.name, draft, version, shared)
 
-        tensors = {
-            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t))
-            for name, t in load_file(draft / "model.safetensors").items()
-            if name not in self.tide.swapper.shared
-        }
-        writer = WeightsWriter.attach(self.tide._segment.name)
-        writer.publish(tensors, version=version, parent_version=version - 1, meta={})
-        writer.close()
+
+def publish_draft(segment: str, draft: Path, version: int, shared: set[str]) -> None:
+    """Publish a draft's weights, except `shared` ones, in a segment."""
+    from vllm_tide.engine.staging import wire_view
+    from vllm_tide.transport.weights import WeightsWriter
+
+    tensors = {
+        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t))
+        for name, t in load_file(draft / "model.safetensors").items()
+        if name not in shared
+    }
+    writer = WeightsWriter.attach(segment)
+    writer.publish(tensors, version=version, parent_version=version - 1, meta={})
+    writer.close()
 
 
 def shape(place: Place) -> tuple[Path, Path]:

@@ -67,16 +67,17 @@ def lengths(place: Place) -> None:
             adaptive={"enable_adaptive_verification": True}, **limits,
         )  # fmt: skip
         names = [engine.add(prompt, tokens) for prompt in plain["prompts"]]
-        control, outputs = engine.tide.control, {}
-        control.stop()
+        outputs: dict[str, list[int]] = {}
+        engine.depths.clear()
         for depth in itertools.cycle((3, 0, 1, 0, 0, 3, 3)):
             if not engine.engine.has_unfinished_requests():
                 break
-            control.depth = depth
+            engine.depths.freeze(depth)
             for output in engine.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
-        tokens_of = [outputs[name] for name in names]
-        return {"tokens": tokens_of, "modes": dict(engine.modes)}
+        tokens_of, counts = [outputs[name] for name in names], engine.depths.counts
+        assert counts.keys() >= {0, 1, 3}, f"depths of the steps: {dict(counts)}"
+        return {"tokens": tokens_of, "modes": dict(engine.modes), "depths": counts}
 
     reports = {"none": plain, "steered": place.part("steered", steered)}
     if not place.dry:

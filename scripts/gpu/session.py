@@ -1,4 +1,4 @@
-"""Run the steps of a call one after the other, each in a process with a time limit."""
+"""Run the steps of a session one after the other, each in a process with a limit."""
 
 from __future__ import annotations
 
@@ -15,74 +15,80 @@ import time
 from pathlib import Path
 from typing import Any
 
-# By call and step: maximum seconds, and module.function of a `Place`.
-CALLS: dict[int, dict[str, tuple[int, str]]] = {
-    1: {
-        "kernel_tests": (150, "checks.tests"),
-        "attention_tests": (90, "checks.tests"),
-        "rows": (110, "checks.rows"),
-        "smoke": (140, "serving.smoke"),
-        "lengths": (100, "serving.lengths"),
-    },
-    2: {"curves": (330, "steps.curves")},
-    3: {"seams": (330, "steps.seams"), "kernels": (120, "kernels.kernels")},
-    4: {
-        "static3": (120, "arms.arm"),
-        "vllm_adaptive": (120, "arms.arm"),
-        "adaspec_adaptive": (120, "arms.arm"),
-    },
-    5: {"shares": (210, "learn.shares"), "shift": (330, "learn.shift")},
-    6: {
-        "gain_none": (150, "learn.gain"),  # each step compiles a large target
-        "gain_frozen": (150, "learn.gain"),
-        "gain_tide": (300, "learn.gain"),
-    },
+# The first fifteen minutes on a GPU, in this order. By step: maximum seconds, and
+# module.function of a `Place`. What is right comes first, then what it costs, then what
+# it gains. Starting the machine and installing takes the rest.
+STEPS: dict[str, tuple[int, str]] = {
+    "smoke": (100, "serving.smoke"),
+    "lengths": (80, "serving.lengths"),
+    "rows": (50, "checks.rows"),
+    "restart": (60, "steps.restart"),
+    "price_upstream": (65, "steps.price"),
+    "price_control": (65, "steps.price"),
+    "price_default": (65, "steps.price"),
+    "curves": (80, "steps.curves"),
+    "shares": (75, "learn.shares"),
+    "static3": (40, "arms.arm"),
+    "vllm_adaptive": (40, "arms.arm"),
+    "adaspec_adaptive": (40, "arms.arm"),
 }
+# Run only if named.
+MORE: dict[str, tuple[int, str]] = {
+    "kernel_tests": (150, "checks.tests"),
+    "attention_tests": (90, "checks.tests"),
+    "seams": (330, "steps.seams"),
+    "kernels": (120, "kernels.kernels"),
+    "shift": (330, "learn.shift"),
+    "gain_none": (150, "learn.gain"),  # each step compiles a large target
+    "gain_frozen": (150, "learn.gain"),
+    "gain_tide": (300, "learn.gain"),
+}
+ALL = STEPS | MORE
+MINUTES = 13.0
 DRY_FACTOR = 5  # engines on the null GPU start on a few slow cores
-LARGEST = 4 << 20
 LATE = 3  # exit status of a step after its time limit
 
 
 def main() -> int:
-    """Run a call, or one step of it in this process."""
+    """Run the steps, or one step in this process."""
     parser = argparse.ArgumentParser(prog="scripts/gpu/session.sh", description=__doc__)
-    parser.add_argument("call", type=int, choices=CALLS, metavar="CALL")
     parser.add_argument(
-        "--minutes", type=float, help="time limit of all steps (default: 9)"
+        "--minutes", type=float, help=f"time limit of all steps (default: {MINUTES:g})"
     )
-    parser.add_argument("--only", help="comma-separated names of steps")
+    parser.add_argument("--only", help="comma-separated names of steps; see --list")
     parser.add_argument("--again", action="store_true", help="also run passed steps")
     parser.add_argument("--dry-run", action="store_true", help="run on the null GPU")
     parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    steps = CALLS[args.call]
-    names = args.only.split(",") if args.only else list(steps)
-    if unknown := set(names) - set(steps):
-        parser.error(f"--only: call {args.call} has no step {min(unknown)}; --list")
+    names = args.only.split(",") if args.only else list(STEPS)
+    if unknown := set(names) - set(ALL):
+        parser.error(f"--only: there is no step {min(unknown)}; see --list")
     if args.list:
-        print(*(f"{name}: at most {steps[name][0]} s" for name in names), sep="\n")
+        for name in names if args.only else ALL:
+            only = "; only if named" * (name in MORE)
+            print(f"{name}: at most {ALL[name][0]} s{only}")
         return 0
     if args.dry_run:
         os.environ["TIDE_DRY"] = "1"
-    work = Path(os.environ["OUT"]).resolve() / f"call{args.call}"
+    work = Path(os.environ["OUT"]).resolve() / "session"
     if args.step:
-        return _step(*steps[args.step][1].split("."), work, args)
-    minutes = args.minutes or (60.0 if args.dry_run else 9.0)
+        return _step(*ALL[args.step][1].split("."), work, args)
+    minutes = args.minutes or (90.0 if args.dry_run else MINUTES)
     deadline = time.monotonic() + 60 * minutes
     work.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in names:
         began = time.monotonic()
         limit = min(
-            steps[name][0] * (DRY_FACTOR if args.dry_run else 1), deadline - began
+            ALL[name][0] * (DRY_FACTOR if args.dry_run else 1), deadline - began
         )
         detail, good = _run(name, work, limit, args)
         failed += [] if good else [name]
         took = time.monotonic() - began
         print("PASS" if good else "FAIL", name, f"{took:.1f}", detail, flush=True)
         _pack(work)
-    print(f"call {args.call}: {len(names) - len(failed)} of {len(names)} passed")
+    print(f"{len(names) - len(failed)} of {len(names)} steps passed")
     return int(bool(failed))
 
 
@@ -96,7 +102,7 @@ def _run(name: str, work: Path, limit: float, args: Any) -> tuple[str, bool]:
         file.unlink(missing_ok=True)
     if limit < 1:
         return "no time left: run the same command again", False
-    command = [sys.executable, sys.argv[0], str(args.call), "--step", name]
+    command = [sys.executable, sys.argv[0], "--step", name]
     command += ["--minutes", str(limit / 60)] + ["--dry-run"] * args.dry_run
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(
@@ -145,8 +151,7 @@ def _pack(work: Path) -> None:
     work.with_suffix(".json").write_text(json.dumps(results), encoding="utf-8")
     with tarfile.open(f"{work}.tar.gz", "w:gz") as archive:
         for path in sorted(p for p in work.rglob("*.*") if p.suffix in (".log", ".gz")):
-            if path.stat().st_size < LARGEST:
-                archive.add(path, str(path.relative_to(work)))
+            archive.add(path, str(path.relative_to(work)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Run one of the six calls of a session on a GPU: steps with PASS or FAIL, then a summary.
+# Run the steps of a session on a GPU, the first fifteen minutes: PASS or FAIL each.
 #
-#   scripts/gpu/session.sh CALL [--minutes M] [--only A,B] [--again] [--dry-run]
-#   scripts/gpu/session.sh CALL --list
+#   scripts/gpu/session.sh [--minutes M] [--only A,B] [--again] [--dry-run]
+#   scripts/gpu/session.sh --list
 #
-# CALL is 1 (bring-up) to 6 (gain). Passed steps are skipped, except with --again.
+# Passed steps are skipped, except with --again; figures are written after each part.
 # --dry-run: the smallest sizes on the null GPU, where figures have no meaning.
 # Exit status: 0 all passed, 1 a step failed, 2 usage error.
 # Environment: TIDE_VENV (default: .venv in the checkout), or TIDE_PYTHON (a Python with
-# the patched vLLM and this package); OUT (default: out/gpu); for --dry-run NULL_GPU, the
-# folder of the null GPU, as in scripts/null_gpu.sh.
+# the patched vLLM and this package); OUT (default: out/gpu).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -24,10 +23,9 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 "$python" "$here/scripts/demo/unpack.py"
 case " $* " in
     *" --dry-run "*)
-        [ -f "${NULL_GPU:-}/nullrt.c" ] || die "NULL_GPU: no nullrt.c in '${NULL_GPU:-}'."
         site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        bash "$here/scripts/null_gpu/build.sh" "$NULL_GPU" "$site" "$here/build/null_gpu"
-        export PYTHONPATH="$PYTHONPATH:$NULL_GPU/py" OUT=$OUT/dry
+        bash "$here/scripts/null_gpu/build.sh" "$site" "$here/build/null_gpu"
+        export PYTHONPATH="$PYTHONPATH:$here/scripts/null_gpu/site" OUT=$OUT/dry
         export LD_LIBRARY_PATH="$here/build/null_gpu" VLLM_USE_FLASHINFER_SAMPLER=0
         exec env LD_PRELOAD="$here/build/null_gpu/nullrt.so" \
             "$python" "$here/scripts/gpu/session.py" "$@"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from inprocess import Engine, shape
+from inprocess import Engine, publish_draft, shape
 from place import Place
 from torch.profiler import profile
 
@@ -18,11 +19,23 @@ K = 5
 STEPS, SWAPS = 10, 5
 
 
-def start(place: Place) -> Engine:
+# Arms of `price`: the `tide` section; None is vLLM's own EAGLE-3 without the section.
+ARMS: dict[str, dict[str, Any] | None] = {
+    "price_upstream": None,
+    "price_control": {"capture": {"enabled": False}, "train": {"autostart": False}},
+    "price_default": {},
+}
+ADAPTIVE = {"enable_adaptive_verification": True}
+
+
+def start(place: Place, tide: dict[str, Any] | None, **more: Any) -> Engine:
     """Start an engine of an 8B's shape with dummy weights."""
-    tide = {"capture": {"ring_mib": 1024}, "control": {"policy": "threshold"}}
     most = 512 if place.dry else 8192
-    more = {"max_num_seqs": 256, "gpu_memory_utilization": 0.85, "load_format": "dummy"}
+    more |= {
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.85,
+        "load_format": "dummy",
+    }
     more |= {"max_num_batched_tokens": most, "skip_tokenizer_init": True}
     return Engine(place, shape(place), K, tide, **more)
 
@@ -34,7 +47,7 @@ def load(engine: Engine, batch: int) -> None:
         engine.add([(7 * i + j) % 4000 + 5 for j in range(128)], 1900)
 
 
-def step(engine: Engine, steps: int, collect: bool) -> None:
+def step(engine: Engine, steps: int, collect: bool, wait: bool = True) -> None:
     """Run steps, with capture into an always empty ring, or without capture."""
     from vllm_tide.transport.ring import Atomic
 
@@ -43,80 +56,171 @@ def step(engine: Engine, steps: int, collect: bool) -> None:
         ring._segment.store(Atomic.TAIL, ring._head)
         ring._segment.store(Atomic.COLLECT, int(collect))
         engine.step()
+    if wait:
+        torch.cuda.synchronize()
+
+
+def price(place: Place) -> None:
+    """Measure the step time of the arm in the step's name, all drafting K tokens.
+
+    Acceptance means nothing with dummy weights, so the depth is fixed, but the policy
+    works. Also measure the host time of the engine's calls into vllm_tide.
+    """
+    engine = start(place, ARMS[place.data["stage"]], adaptive=ADAPTIVE)
+    spent = timed(engine.tide) if engine.tide is not None else {}
+    steps = 4 if place.dry else 200
+    place.part("start", lambda: {"start_s": engine.start_s})
+
+    def cell(batch: int) -> dict[str, Any]:
+        load(engine, batch)
+        if engine.depths is not None:
+            engine.depths.freeze(K)
+        run(engine, 24)
+        for times in spent.values():
+            times.clear()
+        if engine.depths is not None:
+            engine.depths.clear()
+        times = run(engine, steps)
+        if engine.depths is not None:
+            engine.depths.check()
+        host = {name: percentiles(of, 1e6) for name, of in spent.items() if of}
+        return {"ms": percentiles(times, 1e3), "host_us": host}
+
+    for batch in (1, 8, 64, 256)[: 2 if place.dry else None]:
+        place.part(f"batch {batch}", lambda n=batch: cell(n))
+
+
+def run(engine: Engine, steps: int) -> list[float]:
+    """Run steps and wait for the last; return the host's time of each (s)."""
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        if engine.tide is not None and engine.tide._ring is not None:
+            step(engine, 1, True, wait=False)
+        else:
+            engine.step()
+        times.append(time.perf_counter() - began)
     torch.cuda.synchronize()
+    return times
+
+
+def timed(tide: Any) -> dict[str, list[float]]:
+    """Time the calls of a step into vllm_tide; return the times (s) by call."""
+    spent: dict[str, list[float]] = {}
+
+    def time_calls(owner: Any, name: str) -> None:
+        inner, times = getattr(owner, name), spent.setdefault(name, [])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = inner(*args, **kwargs)
+            times.append(time.perf_counter() - began)
+            return result
+
+        setattr(owner, name, call)
+
+    time_calls(tide, "begin_step")
+    time_calls(tide, "on_step")
+    if tide.control is not None:
+        time_calls(tide.control, "learn")
+    if tide.capture is not None:
+        time_calls(tide.capture, "stage")
+        time_calls(tide.capture, "write")
+    return spent
+
+
+def percentiles(times: list[float], unit: float) -> dict[str, float]:
+    ordered = sorted(times)
+    return {f"p{p}": unit * ordered[len(ordered) * p // 100] for p in (50, 90, 99)}
 
 
 def curves(place: Place) -> None:
     """Measure step times by batch and depth with and without capture, and graphs."""
-    engine = start(place)
+    engine = start(place, {"capture": {"ring_mib": 1024}}, adaptive=ADAPTIVE)
     manager, tide = engine.runner.cudagraph_manager, engine.tide
     graphs = {mode.name: len(of) for mode, of in manager._capture_descs.items()}
     free = torch.cuda.mem_get_info()[0] / 2**30
     facts = {"start_s": engine.start_s, "graphs": graphs, "free_gib": free}
     place.part("start", lambda: facts)
-    spent, write = [0.0], tide.capture.write
-
-    def written(*args: Any) -> None:
-        began = time.perf_counter()
-        write(*args)
-        spent[0] += time.perf_counter() - began
-
-    tide.capture.write = written
-    tide.control.stop()
 
     def cell(batch: int, depth: int, collect: bool) -> dict[str, Any]:
         if collect:
             load(engine, batch)
-        tide.control.depth = depth
+        engine.depths.freeze(depth)
         step(engine, 12 if collect else 6, collect)
         engine.modes.clear()
-        spent[0], rows = 0.0, tide.capture.rows
+        engine.depths.clear()
+        rows = tide.capture.rows
         steps, began = 4 if place.dry else 30, time.perf_counter()
         step(engine, steps, collect)
+        ms = 1e3 * (time.perf_counter() - began) / steps
+        engine.depths.check()
         return {
-            "depth": depth, "capture": collect, "modes": dict(engine.modes),
-            "ms": 1e3 * (time.perf_counter() - began) / steps,
-            "write_ms": 1e3 * spent[0] / steps, "rows": tide.capture.rows - rows,
-            "dropped": dict(tide.capture.dropped), "lost": tide._log.lost,
+            "depth": depth, "capture": collect, "modes": dict(engine.modes), "ms": ms,
+            "rows": tide.capture.rows - rows, "dropped": dict(tide.capture.dropped),
+            "lost": tide._log.lost,
         }  # fmt: skip
 
-    cells = [(depth, collect) for depth in (K, 3, 2, 1, 0) for collect in (True, False)]
-    for n in (1, 8, 12, 32, 64, 128, 256)[: 2 if place.dry else None]:
+    depths = engine.depths.choices[::-1]
+    cells = [(depth, collect) for depth in depths for collect in (True, False)]
+    for n in (1, 8, 64, 256)[: 2 if place.dry else None]:
         place.part(f"batch {n}", lambda n=n: [cell(n, *of) for of in cells])
 
 
+def restart(place: Place) -> None:
+    """Start an engine while drafts are published, as after a restart with a trainer.
+
+    An upload during the capture of a CUDA graph would invalidate it.
+    """
+    published, ended = [0], threading.Event()
+
+    def publish() -> None:
+        from vllm_tide.transport.rendezvous import read_manifests
+
+        run_dir, draft = place.work / "run", place.work / "draft"
+        while not ended.wait(0.2 if not published[0] else 2.0):
+            if engines := read_manifests(run_dir) if run_dir.exists() else []:
+                published[0] += 1
+                publish_draft(engines[0].weights, draft, published[0], set())
+
+    shape(place)
+    thread = threading.Thread(target=publish, daemon=True)
+    thread.start()
+    try:
+        engine = start(place, {}, adaptive=ADAPTIVE)
+        before = published[0]
+        load(engine, 4)
+        deadline = time.monotonic() + 30
+        while not engine.tide.swapper.version and time.monotonic() < deadline:
+            step(engine, 1, True)
+    finally:
+        ended.set()
+        thread.join()
+    faults, version = dict(engine.tide._faults()), engine.tide.swapper.version
+    result = {"published_at_start": before, "version": version, "faults": faults}
+    place.part("restart", lambda: result | {"start_s": engine.start_s})
+    assert before and version and not faults, f"{result}"
+
+
 def seams(place: Place) -> None:
-    """Measure swaps, then steps with everything, without capture, and of upstream."""
-    engine = start(place)
-    engine.tide.control.stop()
+    """Measure swaps, then trace steps with everything and without capture."""
+    engine = start(place, {"capture": {"ring_mib": 1024}}, adaptive=ADAPTIVE)
+    engine.depths.freeze(K)
     place.part("swaps", lambda: _swaps(place, engine))
 
-    def trace(name: str, run: Any) -> dict[str, Any]:
+    def trace(name: str, collect: bool) -> dict[str, Any]:
         load(engine, 2 if place.dry else 64)
-        run(12)
-        steps, began = 4 if place.dry else 60, time.perf_counter()
-        run(steps)
-        ms = (
-            1e3 * (time.perf_counter() - began) / steps
-        )  # before the profiler, which slows the host
+        step(engine, 12, collect)
+        engine.depths.clear()
         with profile() as profiled:
-            run(STEPS)
+            step(engine, STEPS, collect)
+        engine.depths.check()
         file = place.work / f"trace_{name}.json.gz"
         profiled.export_chrome_trace(str(file))
-        return {"ms": ms, **_gaps(file)}
-
-    def upstream(steps: int) -> None:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
+        return _gaps(file)
 
     for name, collect in ("all", True), ("control", False):
-        on = lambda steps, c=collect: step(engine, steps, c)  # noqa: E731
-        place.part(name, lambda n=name, on=on: trace(n, on))
-    runner = engine.runner
-    engine.worker.tide = runner.tide = runner.speculator.tide = None
-    del runner.sample, runner.speculator.propose  # remove vllm_tide's instance wrappers
-    place.part("upstream", lambda: trace("upstream", upstream))
+        place.part(name, lambda n=name, c=collect: trace(n, c))
 
 
 def _gaps(file: Path) -> dict[str, Any]:

@@ -11,11 +11,14 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import adaptive
+
+from depths import Depths
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,7 +28,16 @@ os.environ |= {
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 DEMO = Path(__file__).parents[1] / "demo"
-WARM_UP = 12
+WARM_UP, DRAFTED = 12, 3
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 1 << 28,
+    "enable_prefix_caching": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+"""Default options of `vllm.LLM`."""
 
 
 def main() -> None:
@@ -39,7 +51,7 @@ def main() -> None:
     speculative = {
         "method": "eagle3",
         "model": str(DEMO / "draft"),
-        "num_speculative_tokens": 3,
+        "num_speculative_tokens": DRAFTED,
         "enable_adaptive_verification": case["adaptive"],
     }
     if case["tide"] is not None:
@@ -54,18 +66,16 @@ def main() -> None:
             adaptive.patch_observations()
             prices = adaptive.Prices()
     began = time.perf_counter()
-    llm = LLM(
-        str(DEMO / "target"),
-        speculative_config=speculative,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        max_num_seqs=case["batch"],
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=1 << 28,
-        enable_prefix_caching=False,
-        async_scheduling=case["async"],
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    )
+    options = {
+        "max_num_seqs": case["batch"],
+        "async_scheduling": case["async"],
+        **ENGINE,
+        **case.get("engine", {}),
+    }
+    publisher = Publisher(case["run_dir"]) if case.get("publish_at_start") else None
+    llm = LLM(str(DEMO / "target"), speculative_config=speculative, **options)
+    if publisher is not None:
+        publisher.end()
     engine, counters = llm.llm_engine, Counters()
     core = engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -75,23 +85,36 @@ def main() -> None:
         "async": bool(engine.vllm_config.scheduler_config.async_scheduling),
         "at_start": counters.read(),
     }
+    if publisher is not None:
+        result["published_at_start"] = publisher.published
     bench = Bench(engine, counters, case["batch"])
+    depths = None if worker.tide is None else Depths(worker.tide)
+    alias = Alias(worker, counters) if case.get("alias") else None
     bench.begin(WARM_UP + 8)
     bench.finish()
     # Within the model's length, even if all drafts count as accepted.
     bench.begin(900)
     result["prefill"] = bench.window(1)
+    if depths is not None:
+        depths.freeze(DRAFTED)  # as upstream
     bench.step(WARM_UP)
     if prices is not None:
         prices.read()
+    if depths is not None:
+        depths.clear()
     result["decode"] = bench.window(case["steps"])
+    if depths is not None:
+        depths.check()
     if prices is not None:
         result["prices"] = prices.read()
     if confidence is not None:
         manager = worker.model_runner.adaptive_verification
         result["cuts"] = adaptive.cuts(manager, confidence, prices, bench)
     if worker.tide is not None:
-        result |= with_tide(worker, bench, case)
+        result |= with_tide(worker, bench, case, depths)
+    if alias is not None:
+        result["late_rows"] = alias.late
+    result["forbidden_calls"] = counters.read()["forbidden_calls"]
     bench.abort()
     result["faults"] = {} if worker.tide is None else dict(worker.tide._faults())
     core.shutdown()
@@ -187,8 +210,10 @@ class Bench:
         }
 
 
-def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of capture, and of a swap while requests decode."""
+def with_tide(
+    worker: Any, bench: Bench, case: dict[str, Any], depths: Depths
+) -> dict[str, Any]:
+    """Return the results of capture, and of swaps while requests decode."""
     tide, result = worker.tide, {}
     if tide.capture is not None:
         result["captured_rows"] = tide.capture.rows
@@ -196,11 +221,14 @@ def with_tide(worker: Any, bench: Bench, case: dict[str, Any]) -> dict[str, Any]
         result["lost_steps"] = tide._log.lost
         result["read_back"] = read_back(tide._ring.name)
     if tide.swapper is not None:
-        result["swap"] = swap(worker, bench)
+        first = tide.swapper.version + 1
+        result["swap"] = swap(worker, bench, first, 0.5)
+        result["rollback"] = swap(worker, bench, first + 1, 1.0)
     if tide.control is not None:
-        if case["tide"]["control"]["policy"] == "adaspec":
+        policy = case["tide"].get("control", {}).get("policy")
+        if case["adaptive"] or policy == "adaspec":
             result["predicts"] = tide.control.times is not None
-        result["lengths"] = lengths(tide.control, bench)
+        result["lengths"] = lengths(depths, bench)
     return result
 
 
@@ -217,59 +245,39 @@ def read_back(ring: str) -> dict[str, int]:
     return result
 
 
-def lengths(control: Any, bench: Bench) -> dict[str, Any]:
-    """Return the counts of a step at each fixed speculative length."""
-    control.stop()
+def lengths(depths: Depths, bench: Bench) -> dict[str, Any]:
+    """Return the counts of a step at each speculative length."""
     result = {}
-    for depth in range(control.num_speculative_tokens, -1, -1):
-        control.depth = depth
+    for depth in reversed(depths.choices):
+        depths.freeze(depth)
         bench.step(6)
+        depths.clear()
         result[str(depth)] = bench.window(10)
+        depths.check()
     return result
 
 
-def swap(worker: Any, bench: Bench) -> dict[str, Any]:
+def swap(worker: Any, bench: Bench, version: int, scale: float) -> dict[str, Any]:
     """Publish another draft, run steps until it is live; count the swap's step."""
     import torch
-    from safetensors.torch import load_file
-
-    from vllm_tide.engine.staging import wire_view
-    from vllm_tide.transport.weights import WeightsWriter
 
     tide, draft = worker.tide, worker.model_runner.get_draft_model()
-    tensors = load_file(DEMO / "draft" / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"] * 0.5
-    tensors.pop("t2d", None)
-    fit = {n: t for n, t in tensors.items() if n not in tide.swapper.shared}
+    fit = draft_tensors(scale, tide.swapper.shared)
     addresses = {name: p.data_ptr() for name, p in draft.named_parameters()}
     graphs = bench._counters.read()["graphs"]
-    writer = WeightsWriter.attach(tide._segment.name)
-    writer.publish(
-        {
-            name: (
-                str(t.dtype).removeprefix("torch."),
-                tuple(t.shape),
-                wire_view(t.contiguous()),
-            )
-            for name, t in fit.items()
-        },
-        version=1,
-        parent_version=0,
-        meta={},
-    )
+    publish(tide._segment.name, fit, version)
     deadline = time.monotonic() + 60
-    while not tide.swapper.ready_version() and time.monotonic() < deadline:
+    while tide.swapper.ready_version() != version and time.monotonic() < deadline:
         time.sleep(0.05)
     for _ in range(40):
         step = bench.window(1)
-        if tide.swapper.version == 1:
+        if tide.swapper.version == version:
             break
     after = {name: p.data_ptr() for name, p in draft.named_parameters()}
     fc = dict(draft.named_parameters())["model.fc.weight"]
     served = torch.empty(fc.shape, dtype=fc.dtype)
     served.copy_(fc)
     bench.step(5)
-    writer.close()
     return {
         "version": tide.swapper.version,
         "refused": dict(tide.swapper.stager.refused),
@@ -280,6 +288,85 @@ def swap(worker: Any, bench: Bench) -> dict[str, Any]:
         # The null GPU executes copies.
         "new_weights_are_served": bool(torch.equal(served, fit["fc.weight"])),
     }
+
+
+def draft_tensors(scale: float, shared: set[str]) -> dict[str, Any]:
+    """Return the demo draft's tensors, one of them scaled."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(DEMO / "draft" / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"] * scale
+    tensors.pop("t2d", None)
+    return {name: t for name, t in tensors.items() if name not in shared}
+
+
+def publish(segment: str, tensors: dict[str, Any], version: int) -> None:
+    """Publish a draft in a weights segment."""
+    from vllm_tide.engine.staging import wire_view
+    from vllm_tide.transport.weights import WeightsWriter
+
+    writer = WeightsWriter.attach(segment)
+    wire = {
+        name: (
+            str(t.dtype).removeprefix("torch."),
+            tuple(t.shape),
+            wire_view(t.contiguous()),
+        )
+        for name, t in tensors.items()
+    }
+    writer.publish(wire, version=version, parent_version=version - 1, meta={})
+    writer.close()
+
+
+class Alias:
+    """Counts steps with rows packed after the launch of a draft's graph.
+
+    Graphs share memory: the draft's may overwrite the target's outputs.
+
+    Attributes:
+        late: Number of such steps.
+    """
+
+    def __init__(self, worker: Any, counters: Any) -> None:
+        runner, stage = worker.model_runner, worker.tide.capture._stage
+        self.late, launched = 0, [0]
+        sample, fill = runner.sample, stage.fill
+
+        def sampled(*args: Any, **named: Any) -> Any:
+            launched[0] = counters.read()["graph_launches"]  # the target has run
+            return sample(*args, **named)
+
+        def filled(*args: Any) -> Any:
+            self.late += counters.read()["graph_launches"] != launched[0]
+            return fill(*args)
+
+        runner.sample, stage.fill = sampled, filled
+
+
+class Publisher:
+    """Publishes a draft every second from the time that an engine is announced.
+
+    A trainer that finds a stored draft does so while the engine captures its graphs.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.published = 0
+        self._run_dir, self._ended = Path(run_dir), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        from vllm_tide.transport.rendezvous import read_manifests
+
+        while not self._ended.wait(0.1 if not self.published else 1.0):
+            for engine in read_manifests(self._run_dir):
+                self.published += 1
+                tensors = draft_tensors(1.0, set(engine.shared))
+                publish(engine.weights, tensors, self.published)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from json_text import json_text
 
 HERE = Path(__file__).parent
-# Control drafts at full depth here, so that its steps are comparable, although a null
-# draft has no confidence (`adaptive.patch_acceptance_model`).
+# All arms draft at full depth (`depths.Depths`), so their steps are comparable.
 CONTROL = {"policy": "threshold"}
 # Step costs need times. Exploration is off, so that all steps are alike.
 PRICED = {"policy": "adaspec", "probe_share": 0}

@@ -156,18 +156,19 @@ def test_a_pause_and_its_end_need_no_trainer(recorder, tmp_path, state, capsys):
 
 
 def test_a_trainer_without_its_socket_is_not_ignored(tmp_path, state, capsys):
-    """It continues training: the command reports it, the socket is bound again."""
+    """It follows the files as soon as it can; until then the command reports it."""
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     Report(run_dir, "e1").write(TrainerStatus(state="training"))
-    assert main(["pause", "--run-dir", str(run_dir)]) == 2
-    assert "no trainer is running" not in (stderr := capsys.readouterr().err)
-    assert f"trainer {os.getpid()} has no socket" in stderr
+    assert main(["pause", "--run-dir", str(run_dir)]) == 1
+    assert f"paused (trainer {os.getpid()} does not answer" in capsys.readouterr().out
+    assert Switch(run_dir, PAUSED, *state).on
+    assert main(["rollback", "--run-dir", str(run_dir)]) == 1
+    assert "nothing was rolled back" in capsys.readouterr().err
     # Nor one that has just lost its run directory.
     (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)
     announce(run_dir, state)
-    assert main(["pause", "--run-dir", str(run_dir)]) == 2
-    assert not Switch(run_dir, PAUSED, *state).on
+    assert main(["pause", "--run-dir", str(run_dir)]) == 1
     path.unlink()
     assert main(["pause", "--run-dir", str(run_dir)]) == 0

@@ -307,6 +307,8 @@ class Trainer:
             return
         self.drain()
         self.feeds.heartbeat()
+        if self.pause.read():
+            self.set_collect()
         for request in self.inbox.pending():
             self.drain()
             tenants = self.world.served

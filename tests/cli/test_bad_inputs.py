@@ -96,7 +96,7 @@ CASES = [
     (["compare", "a"], 2, "error: the following arguments are required: B; see 'vllm"),
     (["capture", "on", "--run-dir", "DIR/r"], 1, "capture is on in DIR/r; 0 engines f"),
     (["capture", "off", "--run-dir", "DIR/r"], 1, "error: no run directory DIR/r: not"),
-    (["status", "--run-dir", "DIR/r"], 1, "no trainer is running in DIR/r: the "),
+    (["status", "--run-dir", "DIR/r"], 1, "no trainer is running in DIR/r, and no "),
     (["status", "--timeout", "0"], 2, "--timeout: '0' is not a time; give sec"),
     (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is not a time"),
     (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is not a hexade"),

@@ -310,3 +310,15 @@ def test_on_a_gpu_graphs_are_captured_for_every_length_of_control(requests, tabl
     config.use_v2_model_runner = False
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER"):
         check_engine_config(config)
+
+
+def test_ranks_of_a_dense_model_have_graphs_of_every_length(heard):
+    """vLLM makes each of them a separate engine."""
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = engine_on()
+    config.model_config.is_moe = False
+    config.parallel_config.data_parallel_size = 2
+    check_engine_config(config)
+    table = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert table == [(1, 7, 3), (8, 8, 2)]

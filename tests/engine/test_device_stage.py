@@ -113,7 +113,7 @@ class Engine:
             ticket = self.capture._admit(name, params, True)
             self.capture._tickets[name] = replace(ticket, key=key)
 
-    def stage(self, seed=0, cut=False):
+    def stage(self, seed=0, cut=False, send=True):
         """a prefills 9 rows, b verifies 3 drafts, c verifies 1, d is not captured."""
         bounds = np.array([0, 9, 13, 15, 24], np.int32)
         drafts = np.array([0, 3, 1, 0], np.int32)
@@ -137,6 +137,8 @@ class Engine:
         self.capture.on_logits(torch.randn(7, 50, generator=random))
         ids = torch.arange(24, dtype=torch.int32)
         self.capture.stage(step, rows[0], rows[1:])
+        if send and step.staged is not None:
+            step.staged.send()
         step.start = np.array([0, 20, 30, 0])
         step.emitted = np.array([1, 2, 1, 1], np.int32)
         step.sampled = np.arange(16).reshape(4, 4)
@@ -254,3 +256,18 @@ def test_rows_of_a_step_that_the_device_cuts_are_separated_later(engine):
     records = each.records()
     assert [len(record.token_ids) for record in records] == [9, 2, 1]
     np.testing.assert_array_equal(records[1].features, step.staged.features[9:11])
+
+
+def test_rows_are_copied_at_the_end_of_the_step(engine):
+    """So that they do not delay the copies of the step's tokens."""
+    each = engine("hidden")
+    step = each.stage(send=False)
+    step.staged.host.zero_()
+    packed = step.staged.on_device.clone()
+    assert step.staged.filled()  # a step that is lost has no pending copy
+    Event.happened = False
+    step.staged.send()
+    assert not step.staged.filled()
+    assert step.staged.host.equal(packed) and packed.any()
+    Event.happened = True
+    assert step.staged.filled()

@@ -13,7 +13,7 @@ from tests.sidecar.test_sidecar import KNOBS, Engine
 from tests.train.toys import TOY, ToyTarget, toy_trainer
 from vllm_tide.cli import train as cli
 from vllm_tide.cli.main import main
-from vllm_tide.config import TrainConfig
+from vllm_tide.config import GIB, TrainConfig
 from vllm_tide.draft import DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
@@ -21,9 +21,12 @@ from vllm_tide.sidecar import loop as sidecar
 from vllm_tide.train import gpu
 from vllm_tide.train.evaluate import evaluate
 from vllm_tide.train.gpu import (
+    CONTEXT_BYTES,
     GpuTimeBudget,
     MemoryBackoff,
+    claim_memory,
     gpu_uuid,
+    training_bytes,
     use_device,
     with_gpu_share,
 )
@@ -43,6 +46,41 @@ def test_busy_time_reserves_its_share_of_wall_time():
     assert budget.wait_s(113.0) == 5.0
 
 
+@pytest.fixture
+def device_memory(monkeypatch):
+    """A GPU of 80 GiB; returns the memory that is free, and the calls."""
+    calls = Mock(free=12 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (calls.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 * GIB)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", calls.set_fraction
+    )
+    monkeypatch.setattr(torch, "empty", calls.empty)
+    return calls
+
+
+def test_memory_on_a_server_s_gpu_is_taken_at_the_start_and_bounded(device_memory):
+    device = torch.device("cuda:1")
+    claim_memory(device, 10 * GIB)
+    (size,), _ = device_memory.empty.call_args
+    assert size == 10 * GIB - CONTEXT_BYTES - 2 * GIB
+    device_memory.set_fraction.assert_called_once_with(1.25 * 10 / 80, device)
+
+
+def test_a_server_s_gpu_without_free_memory_is_refused_with_the_size(device_memory):
+    device_memory.free = 4 * GIB
+    with pytest.raises(DraftError, match=r"training needs 10\.0 GiB on 'cuda:1', the"):
+        claim_memory(torch.device("cuda:1"), 10 * GIB)
+    device_memory.empty.assert_not_called()
+
+
+def test_the_estimate_covers_the_states_of_an_8b_s_draft():
+    shape = Mock(hidden_size=4096, intermediate_size=14336, draft_vocab_size=32000)
+    trained, rows = 430_000_000, 2 * 128256 * 4096 * 2
+    need = training_bytes(trained, rows, TrainConfig(), shape)
+    assert 12 * GIB < need < 16 * GIB
+
+
 def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog):
     uuids = {0: "GPU-1", 1: "GPU-2"}
     here = Mock(side_effect=lambda device: Mock(uuid=uuids[device.index or 0]))
@@ -50,6 +88,8 @@ def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog
     caplog.set_level("INFO")
     server = gpu_uuid(torch.device("cuda:0"))
     assert (server, gpu_uuid(torch.device("cpu")), gpu_uuid(None)) == ("GPU-1", "", "")
+    # Every rank waits for the slowest one, so all their GPUs count.
+    servers = [server, "GPU-3"]
     for device, share, expected in (
         ("cuda:1", None, 1.0),
         ("cpu", None, 1.0),
@@ -57,15 +97,15 @@ def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog
         ("cuda:0", 1.0, 1.0),
     ):
         config = TrainConfig(device=device, gpu_share=share)
-        assert with_gpu_share(config, server).gpu_share == expected
-        assert with_gpu_share(config, "").gpu_share == (share or 1.0)
+        assert with_gpu_share(config, servers).gpu_share == expected
+        assert with_gpu_share(config, ()).gpu_share == (share or 1.0)
     assert not caplog.records
     for device in ("cuda", "cuda:0"):
-        assert with_gpu_share(TrainConfig(device=device), server).gpu_share == 0.1
+        assert with_gpu_share(TrainConfig(device=device), servers).gpu_share == 0.1
     assert "limited to 0.1 of the time; change it with tide.train.gpu_share" in (
         caplog.records[-1].getMessage()
     )
-    assert with_gpu_share(TrainConfig(), "").gpu_share == 1.0  # two CPUs are no GPU
+    assert with_gpu_share(TrainConfig(), ()).gpu_share == 1.0  # two CPUs are no GPU
 
 
 def test_progress_is_called_during_a_pause(monkeypatch):

@@ -72,6 +72,13 @@ class Switch:
         except OSError:
             self.on = True
 
+    def read(self) -> bool:
+        """Read the files again; return whether the switch was changed."""
+        was = self.on
+        with suppress(OSError):
+            self.on = self._name in switches_on(self._folders)
+        return self.on != was
+
     def set(self, on: bool) -> str:
         """Create or remove the files; return the errors, empty if there are none."""
         self.on = on

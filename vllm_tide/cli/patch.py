@@ -52,8 +52,10 @@ def run(args: argparse.Namespace) -> int:
         facts = {"state": result.state, "sentence": result.sentence}
         status = emit(args, "\n".join(lines), facts | {"files": result.files})
         return status or EXIT_NO * (result.state is not PatchState.APPLIED)
-    print(*lines, sep="\n")
     done = PatchState.ABSENT if args.action == "revert" else PatchState.APPLIED
+    if result.state is done is PatchState.ABSENT:
+        lines = [f"reverted: {result.sentence.partition(' is ')[0]} is as installed."]
+    print(*lines, sep="\n")
     return EXIT_NO * (result.state is not done)
 
 

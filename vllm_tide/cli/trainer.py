@@ -38,11 +38,11 @@ EPILOGS = {
     "shows engines and servers too.",
     "rollback": "The canary rolls back automatically when served speed falls. Training "
     "continues from the older draft after two cycles; `pause` prevents further "
-    "publications. Without a running trainer the command publishes the previous stored "
-    "draft, else the initial one.",
+    "publications. Without a running trainer the command itself publishes the previous "
+    "stored draft, else the initial one, to a running engine.",
     "pause": "Engines then send no data, not even token ids, so the canary decides "
     "after `resume`. The pause persists over restarts and reboots, and needs no "
-    "trainer.",
+    "trainer. Exit status: 0, or 1 without an engine or if a trainer does not answer.",
     "capture": "Engines follow within a second, with or without a trainer, also those "
     "that start later. Exit status: 0, or 1 without an engine.",
 }
@@ -156,10 +156,10 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
         engines = len(status["engines"])
         return (
-            f"{status['state']}, {engines} engine{'s' * (engines != 1)}, "
-            f"{status['cycles']} cycles, {status['steps']} steps, "
-            f"{status['publications']} drafts published, {status['rollbacks']} rolled "
-            f"back, version {status['installed_version']} served{waiting}{decided}"
+            f"{status['state']}, engines: {engines}; cycles: {status['cycles']}, "
+            f"steps: {status['steps']}; drafts published: {status['publications']}, "
+            f"rolled back: {status['rollbacks']}; version "
+            f"{status['installed_version']} served{waiting}{decided}"
         )
 
     try:
@@ -175,7 +175,13 @@ def _roll_back(args: argparse.Namespace, run_dir: Path) -> int:
     try:
         return _send_to_trainers(run_dir, args, _outcome)
     except NoTrainerError as error:
-        _require_engines_alone(args, run_dir, error)
+        if silent := _silent_trainers(args, run_dir):
+            raise NotRunningError(
+                f"{silent[0]} does not answer, so nothing was rolled back: it may be "
+                "starting; retry in some seconds, and if it hangs, stop it"
+            ) from None
+        if _no_engine(run_dir):
+            raise error
     from vllm_tide.deploy.rollback import roll_back
     from vllm_tide.draft.config import DraftError
 
@@ -198,29 +204,29 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
 
     try:
         return _send_to_trainers(run_dir, args, _outcome)
-    except NoTrainerError as error:
-        _require_engines_alone(args, run_dir, error)
+    except NoTrainerError:
+        if not os.path.lexists(run_dir):
+            raise
+    # Engines follow the files within a second; so does a trainer that starts or hangs.
     switch = Switch(run_dir, PAUSED, *_state_dirs(args, run_dir))
     was, on = switch.on, args.command == "pause"
     why = switch.set(on)
     answer = {"was_paused": was, "paused": on} | ({"note": why} if why else {})
-    status = emit(args, f"{_outcome(answer)} (no trainer is running)", answer)
-    return status or EXIT_NO * bool(why)
+    silent = _silent_trainers(args, run_dir)
+    note = "no trainer is running"
+    if silent:
+        note = f"{silent[0]} does not answer; it follows when it does"
+    elif _no_engine(run_dir):
+        note = f"no engine is running in {run_dir}: is it the server's --run-dir?"
+    status = emit(args, f"{_outcome(answer)} ({note})", answer)
+    done = not (why or silent or _no_engine(run_dir))
+    return status or EXIT_NO * (not done)
 
 
-def _require_engines_alone(
-    args: argparse.Namespace, run_dir: Path, error: NoTrainerError
-) -> None:
-    """Raise if a trainer runs without a socket; raise `error` without an engine."""
-    folders = _state_dirs(args, run_dir)
-    for holder in sorted(purge.live_data_holders(run_dir, *folders)):
-        if holder.kind == "trainer":
-            raise TransportError(
-                f"{holder} has no socket in {run_dir} and recreates it within two "
-                "seconds: retry; if it hangs, stop it"
-            )
-    if _no_engine(run_dir):
-        raise error
+def _silent_trainers(args: argparse.Namespace, run_dir: Path) -> list[purge.DataHolder]:
+    """Return live trainers, to be called if none has a socket."""
+    holders = purge.live_data_holders(run_dir, *_state_dirs(args, run_dir))
+    return sorted(holder for holder in holders if holder.kind == "trainer")
 
 
 def _no_engine(run_dir: Path | None) -> bool:
@@ -277,8 +283,7 @@ def _purge(args: argparse.Namespace, run_dir: Path) -> int:
         )
     store = None if args.spool is None else open_store(args.spool)
     tenant = _tenant(args, run_dir, store)
-    name = "" if args.tenant is None else f" {args.tenant!r}"
-    scope = "everything" if tenant is None else f"tenant{name}, id {tenant:016x}"
+    scope = "everything" if tenant is None else f"tenant {tenant:016x}"
     lines = [f"purge of {scope}"]
     counts: Counts = {}
     removed = 0
@@ -322,18 +327,18 @@ def _purge_holders(
         counts.setdefault(holder, Counter()).update(removals)
     if silent:
         return (
-            f"{min(silent)} has not answered; the request remains for it, or for its "
-            "successor: purge again then, as it may pass on data until it answers"
+            f"{min(silent)} has not answered; it, or its successor, removes the data "
+            "when it does, and may pass them on until then: run purge again to confirm"
         )
     if unread:
         return (
             f"the ring of engine {unread[0]} is not empty and has no reader; the "
-            "request remains for the next reader: purge again then"
+            "next reader removes the data: run purge again to confirm"
         )
     if not answered:
         return (
-            f"no trainer is running in {run_dir}, and no relay; the request remains "
-            "for the next one"
+            f"no trainer is running in {run_dir}, and no relay; the next one removes "
+            "the data"
         )
     purge.withdraw(run_dir, request)
     return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
 
-from vllm_tide.config import MIB, CaptureConfig
+from vllm_tide.config import GIB, MIB, CaptureConfig
 from vllm_tide.doctor.install import torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 
@@ -148,6 +148,8 @@ def run_directory(subject: Subject) -> Finding:
 @check("trainer's device")
 def trainer_device(subject: Subject) -> Finding:
     """Compare the trainer's device with the build of torch."""
+    from vllm_tide.doctor.models import training_need
+
     name, build = subject.tide.train.device, torch_build()
     missing = set(subject.tide.train.cpus or ()) - os.sched_getaffinity(0)
     if missing:
@@ -163,7 +165,13 @@ def trainer_device(subject: Subject) -> Finding:
             f"tide.train.device is {name}, but torch is a CPU build.",
             "Set it to cpu, or install the GPU builds of torch and vLLM.",
         )
-    return ok(f"{name}, with torch built for {build}.")
+    text = f"{name}, with torch built for {build}"
+    if name != "cpu" and (need := training_need(subject)):
+        text += (
+            f"; training needs about {need / GIB:.1f} GiB of it: if a server uses it "
+            "too, let its --gpu-memory-utilization leave that"
+        )
+    return ok(f"{text}.")
 
 
 @check("state directory", configured=True)

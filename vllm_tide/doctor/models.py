@@ -92,6 +92,32 @@ def draft_bytes(subject: Subject) -> int | None:
     )
 
 
+def training_need(subject: Subject) -> int | None:
+    """Return the trainer's memory on its device (bytes); None if it is unknown."""
+    from vllm_tide.draft.config import DraftError, Eagle3Config
+    from vllm_tide.draft.eagle3 import parameter_shapes
+    from vllm_tide.train.gpu import training_bytes
+
+    target = subject.model and local_checkpoint(subject.model)
+    if not (target and subject.draft and subject.usable):
+        return None
+    try:
+        raw = model_config(target)
+        if subject.draft == "fresh":
+            config = _fresh_config(subject, raw)
+        else:
+            draft = local_checkpoint(subject.draft, subject.revision)
+            if draft is None:
+                return None
+            config = Eagle3Config.from_json(model_config(draft), raw)
+    except (ConfigError, DraftError):  # reported by `fit`
+        return None
+    trained = sum(map(math.prod, parameter_shapes(config).values()))
+    trained += config.draft_vocab_size * config.hidden_size
+    frozen = 2 * 2 * config.vocab_size * config.target_hidden_size
+    return training_bytes(trained, frozen, subject.tide.train, config)
+
+
 def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
     from vllm_tide.draft.eagle3 import parameter_shapes
 

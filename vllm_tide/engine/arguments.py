@@ -307,11 +307,15 @@ def _check_v2(vllm_config: Any) -> None:
 
 
 def _capture_every_length(vllm_config: Any) -> None:
+    """Give the offered lengths CUDA graphs.
+
+    vLLM drops such a table before this with data parallelism. But each rank of a dense
+    model is a separate engine (`reconfigure_for_independent_dp_rank`), and a mixture
+    of experts has a static length here.
+    """
     speculative = vllm_config.speculative_config
     if parse_tide(speculative.tide).control.policy == "static":
         return
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        return  # vLLM has no such table there; lengths other than K run without graphs
     speculative.num_speculative_tokens_per_batch_size = table_of(
         speculative.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
     )

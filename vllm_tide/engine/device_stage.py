@@ -1,11 +1,12 @@
 """Staging of a step's rows on a GPU and their asynchronous copy to the host.
 
-The model's stream packs the rows into a run of a device buffer. A low-priority stream
-then copies the run to the same offset in page-locked host memory, concurrently with the
-next steps. The model's stream waits for neither the copy nor the host: a run is reused
-only after an event query has shown that its copy is complete. A step without a free run
-is not captured. All memory, streams and events are created at start; a step allocates
-nothing.
+The model's stream packs the rows into a run of a device buffer. At the end of the step
+a low-priority stream copies the run to the same offset in page-locked host memory,
+during the next steps: copies to the host are queued, and the step's few bytes (tokens,
+confidences) come first. The model's stream waits for neither the copy nor the host: a
+run is reused only after an event query has shown that its copy is complete. A step
+without a free run is not captured. All memory, streams and events are created at start;
+a step allocates nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +41,20 @@ class DeviceRows(StagedRows):
         # Row numbers: written by the host, read by the device when the step runs.
         self.indices = torch.empty(layout.num_rows, dtype=torch.int32, pin_memory=True)
         with torch.cuda.device(stage.device):
-            self.packed = torch.cuda.Event()
+            self.ended = torch.cuda.Event()
             self.landed = torch.cuda.Event()
         self.run: Run | None = None
+        self.on_device: torch.Tensor | None = None  # until it is sent
+
+    def send(self) -> None:
+        """Enqueue the copy, after all of the step on the current stream."""
+        if self.on_device is not None:
+            on_device, self.on_device = self.on_device, None
+            self._stage.send(self, on_device)
 
     def filled(self) -> bool:
-        """Return whether the copy is complete; does not block."""
-        return bool(self.landed.query())
+        """Return whether no copy is pending; does not block."""
+        return self.on_device is not None or bool(self.landed.query())
 
     def release(self) -> None:
         self._stage.give_back(self)
@@ -102,17 +110,22 @@ class DeviceStage:
                 pack_rows(aux, indices, layout.features(on_device))
                 aux = ()
             layout.fill(on_device, aux, hidden, indices, topk)
-            staged.packed.record()
-            self._copies.wait_event(staged.packed)
-            with torch.cuda.stream(self._copies):
-                on_host.copy_(on_device, non_blocking=True)
-                staged.landed.record()
         except BaseException:
             self._ring.give_back(run)
             self._free.append(staged)
             raise
         staged.run, staged.layout, staged.host = run, layout, on_host
+        staged.on_device = on_device
         return staged
+
+    def send(self, staged: DeviceRows, on_device: torch.Tensor) -> None:
+        """Enqueue the copy of packed rows to the host."""
+        assert staged.host is not None  # noqa: S101 - set by `fill`
+        staged.ended.record()
+        self._copies.wait_event(staged.ended)
+        with torch.cuda.stream(self._copies):
+            staged.host.copy_(on_device, non_blocking=True)
+            staged.landed.record()
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the kernel with one row: no argument depends on their number."""
@@ -121,13 +134,14 @@ class DeviceStage:
         rows = np.zeros(1, np.int32)
         staged = self.fill([layer] * num_aux, layer, rows, None)
         if staged is not None:
+            staged.send()
             staged.release()
 
     def give_back(self, rows: DeviceRows) -> None:
         """Release a step's run after its copy is complete. Idempotent."""
         if rows.run is not None:
             self._ring.give_back(rows.run)
-            rows.run = rows.layout = rows.host = None
+            rows.run = rows.layout = rows.host = rows.on_device = None
             self._free.append(rows)
 
     def close(self) -> None:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vllm_tide.train.gpu import gpu_uuid
+
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
@@ -14,6 +18,7 @@ class DraftFacts:
     Attributes:
         aux_layer_ids: Captured layers in vLLM's convention: id L is the residual
             stream that enters layer L. Ascending, as the model returns them.
+        gpu_uuids: GPUs of all ranks; empty on a CPU.
     """
 
     target_path: str
@@ -24,6 +29,7 @@ class DraftFacts:
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...]
     num_speculative_tokens: int
+    gpu_uuids: list[str]
 
 
 def _directory(model: str, revision: str | None, **options: Any) -> Path:
@@ -77,4 +83,17 @@ def draft_facts(worker: Any) -> DraftFacts:
         draft_vocab_size=draft_vocab or target.get_vocab_size(),
         aux_layer_ids=tuple(sorted(set(ids))),
         num_speculative_tokens=speculative.num_speculative_tokens,
+        gpu_uuids=_gpus_of_ranks(getattr(worker, "device", None)),
     )
+
+
+def _gpus_of_ranks(device: torch.device | None) -> list[str]:
+    """Return the UUIDs of all ranks' GPUs; each rank calls this."""
+    from vllm.distributed import get_tp_group
+
+    group, own = get_tp_group(), gpu_uuid(device)
+    if not own or group.world_size == 1:
+        return [own] if own else []
+    uuids: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(uuids, own, group=group.cpu_group)
+    return sorted(set(uuids))

@@ -165,8 +165,11 @@ class StagedRows:
         top = layout.top(host)
         return top and (top[0].numpy(), top[1].numpy(), top[2].numpy())
 
+    def send(self) -> None:
+        """Enqueue the copy to the host, at the end of the step."""
+
     def filled(self) -> bool:
-        """Return whether the rows are on the host; does not block."""
+        """Return whether no copy to the host is pending; does not block."""
         return True
 
     def release(self) -> None:

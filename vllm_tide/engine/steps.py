@@ -7,8 +7,8 @@ free buffer is skipped and counted. (Model Runner V1 fills a `Step` at its end, 
 `worker_v1.py`.)
 
 The small arrays are packed on the model's stream, before the next step overwrites their
-sources, and copied together. Rows are copied on another stream (`device_stage.py`) and
-may land later.
+sources, and copied together on another stream, so that the model's stream never waits
+for a copy. Rows are copied after them (`device_stage.py`) and may land later.
 """
 
 from __future__ import annotations
@@ -42,9 +42,15 @@ class StepBuffer:
     """Host memory for one step, and the event after its copies."""
 
     def __init__(
-        self, max_rows: int, max_reqs: int, depth: int, device: torch.device
+        self,
+        max_rows: int,
+        max_reqs: int,
+        depth: int,
+        device: torch.device,
+        copies: torch.cuda.Stream | None = None,
     ) -> None:
         self._on_host = device.type == "cpu"
+        self._copies = copies
         # Output size of `gather_step` for a step of the largest size.
         most = max_reqs * (2 * depth + 6) + 2 + max_rows
         pinned = {"pin_memory": not self._on_host}
@@ -53,7 +59,9 @@ class StepBuffer:
         if not self._on_host:
             self._device = torch.zeros(most, dtype=torch.int32, device=device)
         self._shapes: list[torch.Size] = []
-        self._event = None if self._on_host else torch.cuda.Event()
+        self._packed = self._event = None
+        if not self._on_host:
+            self._packed, self._event = torch.cuda.Event(), torch.cuda.Event()
 
     def fill(
         self,
@@ -90,13 +98,13 @@ class StepBuffer:
     def _enqueue(self, parts: list[torch.Tensor]) -> None:
         self._shapes = [part.shape for part in parts]
         gather_step(parts, self._device)
-        if not self._on_host:
-            size = sum(part.numel() for part in parts)
+        if self._packed is None or self._event is None or self._copies is None:
+            return
+        size = sum(part.numel() for part in parts)
+        self._packed.record()
+        self._copies.wait_event(self._packed)
+        with torch.cuda.stream(self._copies):
             self._host[:size].copy_(self._device[:size], non_blocking=True)
-
-    def seal(self) -> None:
-        """Record the event after all copies of the step on the current stream."""
-        if self._event is not None:
             self._event.record()
 
     def filled(self) -> bool:
@@ -161,10 +169,11 @@ class StepLog:
     def __init__(
         self, max_rows: int, max_reqs: int, depth: int, device: torch.device
     ) -> None:
-        count = BUFFERS if device.type == "cpu" else DEVICE_BUFFERS
-        self._free = [
-            StepBuffer(max_rows, max_reqs, depth, device) for _ in range(count)
-        ]
+        count, copies = BUFFERS, None
+        if device.type != "cpu":
+            count, copies = DEVICE_BUFFERS, torch.cuda.Stream(device)
+        sizes = max_rows, max_reqs, depth
+        self._free = [StepBuffer(*sizes, device, copies) for _ in range(count)]
         self.buffers = tuple(self._free)
         self.buffers[0].warm_up()
         self._steps: deque[Step] = deque()
@@ -218,10 +227,11 @@ class StepLog:
         self._gap = True
 
     def fill(self, step: Step, *numbers: Any) -> None:
-        """Enqueue the copies of a step's numbers, after all of the step."""
+        """Enqueue the copies of a step's numbers and rows, after all of the step."""
         try:
             step.buffer.fill(*numbers)
-            step.buffer.seal()
+            if step.staged is not None:
+                step.staged.send()
         except BaseException:
             self._lose(step)
             raise

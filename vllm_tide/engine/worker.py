@@ -11,8 +11,9 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -34,7 +35,6 @@ from vllm_tide.engine.trainer_process import (
     free_cores,
     given_cores,
 )
-from vllm_tide.train.gpu import gpu_uuid
 from vllm_tide.transport import rendezvous
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import RingSpec
@@ -101,6 +101,7 @@ class WorkerTide(Generic[C]):
     """
 
     max_steps = 1  # most steps in flight
+    _at_first_step: Sequence[Callable[[], None]] = ()
 
     def __init__(self, worker: Any, config: TideConfig) -> None:
         from vllm.distributed import get_tp_group
@@ -149,8 +150,15 @@ class WorkerTide(Generic[C]):
                     config.spool,
                     self._trainer_reads,
                 )
-                call_on(free_cores(cores), self._trainer.start)
+                start = partial(call_on, free_cores(cores), self._trainer.start)
+                if config.train.device == "cpu":
+                    start()
+                else:  # vLLM measures free memory before it allocates the KV cache
+                    thread = Thread(target=start, name="vllm-tide-start")
+                    self._at_first_step = [thread.start]
         if self.swapper is not None:
+            upload = self.swapper.stager.upload_from_now
+            self._at_first_step = [*self._at_first_step, upload]
             self.swapper.stager.start()
 
     def attach(self) -> None:
@@ -206,9 +214,13 @@ class WorkerTide(Generic[C]):
         if self.capture is not None and req_ids:
             self._guard.always("forget", self.capture.forget, req_ids)
 
-    def _between_steps(self, directive: StepDirective | None) -> None:
-        if self.swapper is not None:
-            self.swapper.stager.serving = True
+    def _between_steps(self, scheduler_output: Any) -> None:
+        if self._at_first_step and scheduler_output.num_scheduled_tokens:
+            # Steps without tokens precede it: they end vLLM's warm-up requests.
+            for call in self._at_first_step:
+                call()
+            self._at_first_step = ()
+        directive = scheduler_output.tide
         self._install_ordered(directive)
         if self._guard.retry() and self.capture is not None:
             self.capture.resume()
@@ -389,7 +401,6 @@ class WorkerTide(Generic[C]):
             model_name=str(serving.model_config.served_model_name),
             tenant_key_id=self._tenant_key_id,
             draft_sample_method=serving.speculative_config.draft_sample_method,
-            gpu_uuid=gpu_uuid(getattr(self._worker, "device", None)),
         )
         self._group_id = rendezvous.group_of(manifest)
         self._manifest = rendezvous.write_manifest(self._run_dir, manifest)

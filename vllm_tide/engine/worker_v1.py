@@ -41,7 +41,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
         """Install a draft on a directive, and remove ended requests (hook)."""
         if self.control is not None:
             self.control.begin(scheduler_output)
-        self._between_steps(scheduler_output.tide)
+        self._between_steps(scheduler_output)
         self._forget(tuple(scheduler_output.finished_req_ids))
         self._take_requests(scheduler_output)
 

@@ -198,7 +198,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._is_dummy = next(iter(scheduled), "").startswith(DUMMY_REQUEST_PREFIXES)
         if self._is_dummy:
             return
-        self._between_steps(scheduler_output.tide)
+        self._between_steps(scheduler_output)
         self._steps.retry()
         if self._verification is not None:
             base = 0 if self.swapper is None else self.swapper.base

@@ -44,7 +44,11 @@ from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import renice
 from vllm_tide.transport.purge import PurgeInbox, PurgeRequest, announce_trainer
-from vllm_tide.transport.rendezvous import durable_folder, state_dirs
+from vllm_tide.transport.rendezvous import (
+    durable_folder,
+    read_manifests,
+    state_dirs,
+)
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 
@@ -103,7 +107,10 @@ class Sidecar:
         self._run_dir = run_dir
         self.tide = config or parse_tide(self.manifest.tide)
         self.config = self.tide.train
-        self.config = gpu.with_gpu_share(self.config, self.manifest.gpu_uuid)
+        # Also those of engines that will join later: ranks of a group start together.
+        engines = (self.manifest, *read_manifests(run_dir))
+        servers = {uuid for engine in engines for uuid in engine.gpu_uuids}
+        self.config = gpu.with_gpu_share(self.config, servers)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
         folders = state_dirs(run_dir) or [self.config.state_dir]
@@ -114,6 +121,13 @@ class Sidecar:
         self._cycle_began: float | None = None
         self._served = ServedRequests(Groups())
         self.trainer = self._make_trainer(feed, ranks)
+        if gpu.serves_on(self.config, servers):
+            target, draft = self.trainer.target, self.trainer.draft
+            rows = {t.data_ptr(): t for t in (target.embed_tokens, target.lm_head)}
+            frozen = sum(t.nbytes for t in rows.values())
+            trained = sum(p.numel() for p in draft.parameters())
+            need = gpu.training_bytes(trained, frozen, self.config, draft.config)
+            gpu.claim_memory(target.lm_head.device, need)
         day0 = is_fresh(self._draft_path)
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
@@ -244,10 +258,13 @@ class Sidecar:
         was = self._pause.on
         volatile = self._pause.set(on)
         if was != on:
-            self.report.add("paused" if on else "resumed", reason="ordered")
-            self._set_collect()
+            self._pause_changed()
         note = {"note": volatile} if volatile else {}
         return {"ok": True, "paused": on, "was_paused": was, **note}
+
+    def _pause_changed(self) -> None:
+        self.report.add("paused" if self._pause.on else "resumed", reason="ordered")
+        self._set_collect()
 
     def _observe(self, request: ServedRequest, now: float) -> None:
         self.status.requests += 1
@@ -329,10 +346,12 @@ class Sidecar:
         self._update_status(force=True)
 
     def _handle_purges(self, now: float) -> None:
-        """Remove expired data and answer purge requests."""
+        """Remove expired data, answer purge requests, follow the files of `pause`."""
         if now < self._next_purge:
             return
         self._next_purge = now + PURGE_PERIOD_S
+        if self._pause.read():  # set while this trainer started or was stopped
+            self._pause_changed()
         self.trainer.expire()
         pending = self._purges.pending()
         self._purge_waits = bool(pending) and self._cycle_began is not None

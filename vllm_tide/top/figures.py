@@ -94,7 +94,7 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     figures = f"{length:.2f} tokens per verify step"
     figures += f", {speed:.2f}x of plain decoding" if speed else ""
     if not version:
-        return _verdict(url, False, f"no trained draft is served; {figures}")
+        return _verdict(url, False, f"no draft trained here is served; {figures}")
     helps, comparison = _last_swap(trainer)
     return _verdict(url, helps, f"{comparison}; {figures}")
 

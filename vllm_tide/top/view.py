@@ -95,8 +95,15 @@ def body(picture: Json) -> RenderableType:
         *[_engine(engine, brief) for engine in picture["engines"]]
         or [_text("[bold]ENGINE[/] none announced")],
         *map(_trainer, picture["trainers"]),
-        *[] if picture["trainers"] else [_text("[bold]TRAINER[/] none seen")],
+        *[] if picture["trainers"] else [_text(f"[bold]TRAINER[/] {_unseen(picture)}")],
     )
+
+
+def _unseen(picture: Json) -> str:
+    """Describe a trainer without a status file."""
+    rings = (*picture["engines"], *picture["servers"])
+    reads = any(ring.get("ring_consumer_alive") for ring in rings)
+    return "starting: it reads the ring" if reads else "none seen"
 
 
 def watch(sampler: Sampler, interval: float) -> None:
@@ -116,7 +123,7 @@ _SPECS: dict[str, Callable[[Any], str]] = {
     "age": lambda seconds: str(timedelta(seconds=int(seconds))),
     "mib": lambda size: f"{size / (1 << 20):.1f}",
     "whole_mib": lambda size: f"{size / (1 << 20):.0f}",
-    "reader": lambda alive: "read by a trainer" if alive else "no trainer",
+    "reader": lambda alive: "read by a trainer" if alive else "not being read",
     "ms": lambda seconds: f"{1e3 * seconds:.1f}",
 }
 
@@ -167,7 +174,7 @@ def _block(title: str, rows: dict[str, str], figures: Json) -> RenderableType:
 def _server(server: Json) -> RenderableType:
     if server["error"]:
         return _text("[bold]SERVER[/] {url}  [red]{error}[/]", server)
-    capture = "" if server["ring_capacity_bytes"] else "no capture"
+    capture = "" if server["ring_capacity_bytes"] else "none reported"
     tide = (
         _TIDE if server["tide"] else {"tide": "[yellow]not configured on this server"}
     )

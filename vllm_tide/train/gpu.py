@@ -10,21 +10,27 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_tide.config import TrainConfig
-from vllm_tide.draft.config import DraftError
+from vllm_tide.config import GIB, TrainConfig
+from vllm_tide.draft.config import DraftError, Eagle3Config
 
 logger = logging.getLogger("vllm_tide.train")
 
 PAUSE_S, MAX_PAUSE_S = 30.0, 600.0
 DEFAULT_GPU_SHARE = 0.1
 """`gpu_share` on the GPU of a server."""
+CONTEXT_BYTES = 600 << 20
+"""CUDA context and kernels of a process (bytes)."""
+LOSS_BYTES = 512 << 20
+"""Logits and gradients of a chunk of the loss (bytes)."""
+MARGIN = 1.25
+"""Most memory of training, as a multiple of its estimate."""
 CALL_INTERVAL_S = 0.05
 """Longest time between two calls of `progress` during a pause (s)."""
 
@@ -55,6 +61,48 @@ def memory_message(device: str, what: str, batch_tokens: int | None = None) -> s
         "--gpu-memory-utilization of vllm serve, or set tide.train.device to another "
         "GPU or 'cpu'; tide.train.gpu_share limits time, not memory."
     )
+
+
+def training_bytes(
+    trained: int, frozen_bytes: int, config: TrainConfig, draft: Eagle3Config
+) -> int:
+    """Return an upper estimate of the device memory of training (bytes).
+
+    Master weights, the served draft, gradients and two moments in fp32, and a copy in
+    bf16; the activations of one batch, and the logits of one chunk of the loss.
+
+    Args:
+        trained: Number of trained parameters.
+        frozen_bytes: Embedding and lm_head rows of the target, and shared weights.
+    """
+    values = 20 * draft.hidden_size + 6 * draft.intermediate_size
+    rows = config.batch_tokens * config.ttt_steps
+    return 22 * trained + frozen_bytes + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
+
+
+def claim_memory(device: torch.device, num_bytes: int) -> None:
+    """Take the memory of training now, and never take much more.
+
+    On the GPU of a server, memory that is taken later could be missing when the server
+    needs it. The allocator keeps what is freed here for the training steps. If it is
+    exceeded, the trainer runs out of memory, not the server.
+
+    Raises:
+        DraftError: The device has less memory free.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    missing = num_bytes - CONTEXT_BYTES - torch.cuda.memory_reserved(device)
+    if missing > free:
+        raise DraftError(
+            f"tide.train.device: training needs {num_bytes / GIB:.1f} GiB on "
+            f"{str(device)!r}, the server's GPU, but {free / GIB:.1f} GiB are free; "
+            "lower --gpu-memory-utilization of vllm serve, reduce "
+            "tide.train.batch_tokens, or set tide.train.device to another GPU or 'cpu'."
+        )
+    limit = min(1.0, MARGIN * num_bytes / total)
+    torch.cuda.set_per_process_memory_fraction(limit, device)
+    if missing > 0:
+        torch.empty(missing, dtype=torch.uint8, device=device)  # and freed at once
 
 
 class MemoryBackoff:
@@ -88,10 +136,19 @@ def gpu_uuid(device: torch.device | None) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def with_gpu_share(config: TrainConfig, server: str) -> TrainConfig:
-    """Fill in `gpu_share`; `server` is the UUID of the server's GPU."""
+def serves_on(config: TrainConfig, servers: Collection[str]) -> bool:
+    """Return whether the trainer's GPU is one of the servers', given by UUIDs."""
+    return bool(servers) and gpu_uuid(torch.device(config.device)) in servers
+
+
+def with_gpu_share(config: TrainConfig, servers: Collection[str]) -> TrainConfig:
+    """Fill in `gpu_share`.
+
+    Args:
+        servers: UUIDs of the GPUs of all ranks of all engines.
+    """
     share = config.gpu_share
-    if share is None and server and server == gpu_uuid(torch.device(config.device)):
+    if share is None and serves_on(config, servers):
         share = DEFAULT_GPU_SHARE
         logger.info(
             "trainer and server share a GPU: training is limited to %g of the time; "

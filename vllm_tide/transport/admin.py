@@ -21,7 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_tide.transport.rendezvous import NotRunningError, prepare_run_dir
+from vllm_tide.transport.rendezvous import (
+    NotRunningError,
+    prepare_run_dir,
+    read_manifests,
+)
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.admin")
@@ -249,9 +253,14 @@ def send_to_all(
         pid = number.partition("-")[0]
         result[f"trainer {pid if pids[pid] == 1 else number}"] = answer
     if not result:
+        if read_manifests(run_dir):
+            raise NoTrainerError(
+                f"no trainer answers in {run_dir}: it may be starting, see its "
+                "trainer-*.log; with tide.train.autostart false start `vllm-tide train`"
+            )
         raise NoTrainerError(
-            f"no trainer is running in {run_dir}: the server starts one, unless "
-            "tide.train.autostart is false; give the server's run directory (--run-dir)"
+            f"no trainer is running in {run_dir}, and no engine: give the server's run "
+            "directory (--run-dir)"
         )
     return result
 

@@ -79,7 +79,8 @@ class EngineManifest:
     model_name: str = ""  # served model name; empty if unknown
     draft_sample_method: str = "greedy"  # vLLM's: how draft tokens are sampled
     tenant_key_id: str = ""  # of the key of its tenant ids
-    gpu_uuid: str = ""  # of the GPU that serves
+    # Of the GPUs of all ranks.
+    gpu_uuids: list[str] = field(default_factory=list)
 
     def owner_alive(self) -> bool | None:
         """Return whether the engine is alive; None if its pid cannot be checked.
@@ -130,9 +131,9 @@ def prepare_run_dir(run_dir: Path) -> Path:
             )
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
             raise TransportError(
-                f"run directory {run_dir} has mode {mode:o} and would expose user text "
-                f"to others: set {RUN_DIR_VARIABLE} to a dedicated directory, or, if "
-                f"it is one, chmod 700 {run_dir}"
+                f"run directory {run_dir} has mode {mode:04o} and would expose user "
+                f"text to others: set tide.run_dir or {RUN_DIR_VARIABLE} to a private "
+                f"directory, or, if only this server uses it, chmod 700 {run_dir}"
             )
     except OSError as error:
         raise TransportError(
