@@ -26,6 +26,7 @@ from tests.transport.spool_toys import (
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport import publication, spool_writer
 from vllm_tide.transport.feed_spool import SpoolFeed
+from vllm_tide.transport.rendezvous import reclaim_orphans
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineEntry, EngineFolder, EngineState
 from vllm_tide.transport.spool_store import open_store
@@ -318,8 +319,9 @@ class Relayed(Spool):
         assert not done or self._engine.weights.latest_version() == 1
 
     def tidy(self) -> None:
-        """Another relay starts, and another process lists the folders."""
+        """Another relay and another engine start, a process lists the folders."""
         self.act()
+        reclaim_orphans(self._engine.run_dir)
         super().tidy()
 
     def close(self) -> None:
