@@ -25,15 +25,15 @@ BAD_SECTIONS = [
     ),
     (
         {"capture": {"sample_rate": 2}},
-        "tide.capture.sample_rate: Input should be less than or equal to 1, got 2.",
+        "tide.capture.sample_rate: must be at most 1, got 2.",
     ),
     (
         {"train": {"ttt_steps": 0}},
-        "tide.train.ttt_steps: Input should be greater than or equal to 1, got 0.",
+        "tide.train.ttt_steps: must be at least 1, got 0.",
     ),
     (
         {"capture": {"teacher": "all"}},
-        "tide.capture.teacher: Input should be 'hidden' or 'topk', got \"all\".",
+        "tide.capture.teacher: must be 'hidden' or 'topk', got \"all\".",
     ),
     (
         {"train": {"device": "gpu"}},

@@ -305,11 +305,14 @@ def test_the_paper_check_is_a_command(capsys):
             {"classes__0__cuont": 3},
             "classes.0.cuont: unknown key; did you mean 'count'",
         ),
-        ({"draft__length_after": [3, 2]}, "draft.length_after: Input should be a"),
+        ({"draft__length_after": [3, 2]}, "draft.length_after: must be a number, got "),
         ({"draft__length_after": None}, "draft.length_after: missing."),
-        ({"classes__0__count": -1}, "classes.0.count: Input should be greater"),
-        ({"workload__prefill_share": 1}, "workload.prefill_share: Input should be"),
-        ({"deploy_seconds": float("nan")}, "deploy_seconds: Input should be a finite"),
+        ({"classes__0__count": -1}, "classes.0.count: must be at least 0, got -1."),
+        (
+            {"workload__prefill_share": 1},
+            "workload.prefill_share: must be at most 0.99",
+        ),
+        ({"deploy_seconds": float("nan")}, "deploy_seconds: must be a finite number"),
         ({"classes__0__serve_tokens_per_s": 10**400}, "classes.0.serve_tokens_per_s"),
         (
             {"classes__0__name": "a\nb\x1b[2J"},

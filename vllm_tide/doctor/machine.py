@@ -120,7 +120,7 @@ def run_directory(subject: Subject) -> Finding:
         return failed(f"{run_dir}: {error.strerror}.", _ELSEWHERE)
     if status and not stat.S_ISDIR(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a directory"
-        return failed(f"{run_dir} is {kind}.", f"Remove it. {_ELSEWHERE}")
+        return failed(f"{run_dir} is {kind}.", _ELSEWHERE)
     if status and status.st_uid != os.geteuid():
         return failed(
             f"{run_dir} is owned by user {status.st_uid}, not by {os.geteuid()}.",
