@@ -113,7 +113,7 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
     rates = {k: grown.value(name) for k, name in _PER_SECOND.items()}
     # Draft passes of control, averaged over the window; else vLLM's draft tokens.
     drafted = (_DRAFT_PASSES, _STEPS) if steps else (_DRAFT_TOKENS, _DRAFTS)
-    length = _length(grown)  # None if nothing was drafted; then there is no speed-up
+    depth = _ratio(grown, *drafted)
     figures: Json = {
         "url": url,
         "error": newest if isinstance(newest, str) else "",
@@ -122,9 +122,9 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
         **{k: v and v / grown.t_s for k, v in rates.items()},
         **{k: page.value(name) for k, name in _SUMS.items()},
         **{k: page.value(name, max) for k, name in _LARGEST.items()},
-        "acceptance_length": length,
-        "draft_depth": _ratio(grown, *drafted),
-        "speed": _ratio(grown, *_PLAIN_OVER_MEASURED) if length else None,
+        "acceptance_length": _length(grown),
+        "draft_depth": depth,
+        "speed": _ratio(grown, *_PLAIN_OVER_MEASURED) if depth else None,
         "off_share": sum(off.values()) / steps if steps else None,
         "refused_drafts": page.by_label("vllm_tide:refused_drafts_total", "reason"),
         "dropped_rows_per_s": {k: v / grown.t_s for k, v in dropped.items() if v},
