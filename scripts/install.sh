@@ -180,4 +180,4 @@ fi
 "$venv/bin/python" "$here/scripts/demo/unpack.py"
 "$venv/bin/vllm-tide" patch apply
 "$venv/bin/vllm-tide" patch status > /dev/null
-log "done; next: export TIDE_VENV=$(cd "$venv" && pwd) && source $here/scripts/env.sh && vllm serve --help"
+log "done (vllm_tide is installed, vLLM is patched); next: export TIDE_VENV=$(cd "$venv" && pwd) && . $here/scripts/env.sh && vllm-tide config example adapt"

@@ -62,7 +62,9 @@ def test_the_switch_applies_to_every_engine_of_the_run_directory(
     out = capsys.readouterr().out
     assert f"capture is off in {tmp_path}; 1 engine follows\n" in out
     until(lambda: sum("capture is on" in r.message for r in caplog.records) == 1)
-    assert any("capture is off (capture_off.json)" in r.message for r in caplog.records)
+    assert any(
+        "capture is off (vllm-tide capture off)" in r.message for r in caplog.records
+    )
 
 
 def test_a_pause_applies_while_no_trainer_runs(step, tmp_path, capsys):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tide")
 
 PAUSED, OFF = "paused.json", "capture_off.json"
+_COMMANDS = {PAUSED: "vllm-tide pause", OFF: "vllm-tide capture off"}
 POLL_S = 0.5
 
 
@@ -164,7 +165,8 @@ def watch_capture_switch(
         recorder.off = bool(switches.read())
         if (on := recorder.collect_mode is not Collect.NOTHING) != logged:
             logged = on
-            reason = ", ".join(switches.on) or "a trainer is paused"
+            names = [_COMMANDS[name] for name in switches.on]
+            reason = ", ".join(names) or "a trainer is paused"
             logger.info(
                 "vllm_tide: capture is %s, run directory %s",
                 "on" if on else f"off ({reason})",

@@ -176,5 +176,6 @@ def _check_served(run_dir: Path, engine_id: str, version: int) -> None:
     if served != version:
         raise DraftError(
             f"export: version {version} is published, but version {served} is served; "
-            "retry once it is installed, or export --state-dir."
+            "an idle server installs it with its next request: retry then, or give "
+            "--state-dir (by default a folder of the run directory)."
         )

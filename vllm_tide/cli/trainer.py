@@ -134,7 +134,7 @@ def _outcome(answer: dict[str, Any]) -> str:
     if "served_as" in answer:
         return (
             f"rolled back from version {answer['version']} to {answer['to']}, served "
-            f"as version {answer['served_as']} once the engines have installed it"
+            f"as version {answer['served_as']} from the engine's next steps on"
         )
     was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
     if answer["paused"]:

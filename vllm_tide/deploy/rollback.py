@@ -43,6 +43,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             "this engine is trained through a spool: run the rollback on the trainer's "
             "host"
         )
+    if not manifest.weights:
+        raise TransportError("it installs no drafts: tide.swap.enabled is false")
     with closing(WeightsWriter.attach(manifest.weights)) as writer:
         version = writer.latest_version
         if not version:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_tide.config import ConfigError
+from vllm_tide.config import ConfigError, starts_trainer
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 from vllm_tide.speculative import model_problem
 
@@ -140,8 +140,8 @@ def configuration(subject: Subject) -> Iterator[Finding]:
     elif subject.source is None:
         yield skipped("No --config given: checking the defaults.")
     else:
-        started = "by the server" if tide.train.autostart else "manually"
-        trainer = "behind a spool" if tide.spool.url else f"started {started}"
+        trainer = "started by the server" if starts_trainer(tide) else "not started"
+        trainer = "behind a spool" if tide.spool.url else trainer
         capture = tide.capture
         ring = f"ring {capture.ring_mib} MiB" if capture.enabled else "no capture"
         swaps = "" if tide.swap.enabled else ", no swaps"

@@ -32,6 +32,7 @@ _SUMS = named("""
 _LARGEST = named("""
     draft_version=vllm_tide:draft_version
     last_swap_seconds=vllm_tide:last_swap_seconds
+    capture_on=vllm_tide:capture_on
 """)
 _PER_SECOND = named("""
     tokens_per_s=vllm:generation_tokens_total
@@ -43,11 +44,12 @@ _PER_SECOND = named("""
 def make_picture(history: Sequence[Sample], run_dir: str) -> Json:
     """Return all figures from the samples of the last seconds, oldest first."""
     now = history[-1]
-    running = list(filter(is_running, now.trainers))
+    # Also a silent one: a step on a busy machine may take long.
+    alive = [trainer for trainer in now.trainers if trainer["state"] not in ENDED]
     return {
         "unix_s": now.unix_s,
         "run_dir": run_dir,
-        "helping": _verdicts(history, running),
+        "helping": _verdicts(history, alive),
         "servers": [server_figures(history, url) for url in now.pages],
         "engines": now.engines,
         "trainers": now.trainers,

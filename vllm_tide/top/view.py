@@ -46,7 +46,7 @@ _TIDE = {
     "|, last pause {last_swap_seconds:ms} ms"
     "|[yellow]; refused: {refused_drafts:.0f}[/]",
     "ring": _RING,
-    "capture": "|{captured_rows_per_s:.1f} rows/s"
+    "capture": "{capture_off}|{captured_rows_per_s:.1f} rows/s"
     "|, dropped per second: {dropped_rows_per_s:.1f}",
     "faults": "|[red]{faults:.0f}[/]",
 }
@@ -62,7 +62,8 @@ _TRAINER = {
     "cycle": "{cycles}, {steps} steps, loss [bold]{loss:.3f}[/], "
     "{train_tokens} tokens trained, {rows_read} rows read",
     "held out": "|acceptance {holdout_acceptance_new:.3f} new"
-    "|, {holdout_acceptance_live:.3f} served|: {last_decision}",
+    "|, {holdout_acceptance_live:.3f} served (last cycle)",
+    "gate": "|{last_decision}",
     "draft": "version {published_version} published, {installed_version} installed"
     "|, last {seconds_since_publish:age} ago"
     "|[yellow]; {refused_versions} refused[/]|[yellow]; {rollbacks} rolled back[/]",
@@ -179,7 +180,9 @@ def _server(server: Json) -> RenderableType:
         _TIDE if server["tide"] else {"tide": "[yellow]not configured on this server"}
     )
     title = "[bold]SERVER[/] {url}  {models}"
-    return _block(title, _SERVER | tide, server | {"capture": capture})
+    off = "off (see `vllm-tide status`); " if server["capture_on"] == 0 else ""
+    shown = server | {"capture": capture, "capture_off": off}
+    return _block(title, _SERVER | tide, shown)
 
 
 def _engine(engine: Json, brief: bool) -> RenderableType:
@@ -196,7 +199,9 @@ def _engine(engine: Json, brief: bool) -> RenderableType:
 
 def _trainer(trainer: Json) -> RenderableType:
     seen = (
-        "[red]silent for {age_s:age}" if trainer["silent"] else "seen {age_s:age} ago"
+        "[yellow]busy or silent for {age_s:age}"
+        if trainer["silent"]
+        else "seen {age_s:age} ago"
     )
     style = _STYLES[trainer["state"] in ("training", "waiting")]
     cycles, canary = trainer["backoff_cycles"], ""

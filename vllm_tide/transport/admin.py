@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.transport.rendezvous import (
+    EngineManifest,
     NotRunningError,
     prepare_run_dir,
     read_manifests,
@@ -253,16 +254,27 @@ def send_to_all(
         pid = number.partition("-")[0]
         result[f"trainer {pid if pids[pid] == 1 else number}"] = answer
     if not result:
-        if read_manifests(run_dir):
+        engines = read_manifests(run_dir)
+        if engines and not any(map(_starts_trainer, engines)):
+            raise NoTrainerError(
+                f"no trainer answers in {run_dir}, and its server starts none "
+                "(tide.preset, tide.train.autostart): see `vllm-tide top`"
+            )
+        if engines:
             raise NoTrainerError(
                 f"no trainer answers in {run_dir}: it may be starting, see its "
-                "trainer-*.log; with tide.train.autostart false start `vllm-tide train`"
+                "trainer-*.log"
             )
         raise NoTrainerError(
             f"no trainer is running in {run_dir}, and no engine: give the server's run "
             "directory (--run-dir)"
         )
     return result
+
+
+def _starts_trainer(engine: EngineManifest) -> bool:
+    train, capture = engine.tide.get("train"), engine.tide.get("capture")
+    return bool((train or {}).get("autostart")) and bool((capture or {}).get("enabled"))
 
 
 def _listen(path: Path) -> socket.socket:
