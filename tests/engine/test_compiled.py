@@ -45,7 +45,7 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
         assert report["faults"] == report["control_faults"] == {}
         return report, drafted(report["records"])
 
-    logs("captures tokens and hidden states of 100% of the requests of all tenants")
+    logs("captures tokens and hidden states of all requests of all tenants")
     logs("without tide_capture false and without cache_salt.*vllm-tide capture off")
     logs(f"{served.run_dir}; policy 'threshold', up to 5 draft.*no trainer is started")
     disk, by_disk = all_drafts()

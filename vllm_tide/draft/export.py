@@ -163,7 +163,7 @@ hidden states during serving{% endif %}. The target's outputs do not depend on i
 {% if figures %}| figure | value |
 |---|---|
 {% for label, text in figures %}| {{ label }} | {{ text }} |
-{% endfor %}{% else %}No measurements of these weights: they may be untrained.
+{% endfor %}{% else %}No measurements of these weights.
 {% endif %}
 ## Use
 
