@@ -46,7 +46,7 @@ def test_tokens_are_the_targets_own_and_swaps_are_in_place(
         return report, drafted(report["records"])
 
     logs("captures tokens and hidden states of all requests of all tenants")
-    logs("without tide_capture false and without cache_salt.*vllm-tide capture off")
+    logs("not those with a cache_salt.*vllm-tide capture off.*tide_capture false")
     logs(f"{served.run_dir}; policy 'threshold', up to 5 draft.*no trainer is started")
     disk, by_disk = all_drafts()
     varied = served(PROMPTS, forget=True, max_tokens=24, script=VARIED)
