@@ -22,7 +22,7 @@ DEMO = ROOT / "scripts" / "demo"
 HERE = Path(__file__).resolve().parent
 # Prologue of a dry run: patch step results, because null kernels write none.
 DRY = f"""import runpy, sys
-sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "null_gpu")!r}]
+sys.path[:0] = {[str(HERE), str(HERE.parent / "null_gpu"), str(HERE.parent)]!r}
 from engine import patch_step_results
 patch_step_results()
 del sys.argv[0]

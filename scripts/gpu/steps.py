@@ -181,7 +181,8 @@ def restart(place: Place) -> None:
         while not ended.wait(0.2 if not published[0] else 2.0):
             if engines := read_manifests(run_dir) if run_dir.exists() else []:
                 published[0] += 1
-                publish_draft(engines[0].weights, draft, published[0], set())
+                shared = set(engines[0].shared)
+                publish_draft(engines[0].weights, draft, published[0], shared)
 
     shape(place)
     thread = threading.Thread(target=publish, daemon=True)
@@ -198,6 +199,7 @@ def restart(place: Place) -> None:
         thread.join()
     faults, version = dict(engine.tide._faults()), engine.tide.swapper.version
     result = {"published_at_start": before, "version": version, "faults": faults}
+    result |= {"refused": dict(engine.tide.swapper.stager.refused)}
     place.part("restart", lambda: result | {"start_s": engine.start_s})
     assert before and version and not faults, f"{result}"
 
