@@ -363,7 +363,7 @@ def _known_keys(root: Any, path: tuple[str | int, ...]) -> list[str]:
 def shown(value: Any) -> str:
     """Return a value as JSON, shortened; a user writes JSON, not Python."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -11,7 +11,7 @@ import pytest
 from tests.transport.samples import make_manifest, make_spec
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.capture.switch import PAUSED, Switch, watch_capture_switch
+from vllm_tide.capture.switch import PAUSED, Switch, Switches, watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
 from vllm_tide.sidecar.report import Report, TrainerStatus
@@ -172,3 +172,27 @@ def test_a_trainer_without_its_socket_is_not_ignored(tmp_path, state, capsys):
     assert main(["pause", "--run-dir", str(run_dir)]) == 1
     path.unlink()
     assert main(["pause", "--run-dir", str(run_dir)]) == 0
+
+
+def test_a_trainer_follows_the_files_but_not_their_loss(tmp_path, monkeypatch):
+    """A pause holds if its files could not be written, or vanish with their folders."""
+    run_dir, state = tmp_path / "run", str(tmp_path / "state")
+    run_dir.mkdir(0o700)
+    ours, switches = Switch(run_dir, PAUSED, state), Switches(run_dir, state)
+    Switch(run_dir, PAUSED, state).set(True)  # by a command
+    assert ours.follow(switches) and ours.on
+    shutil.rmtree(run_dir)
+    shutil.rmtree(state)
+    assert not ours.follow(switches) and ours.on
+    run_dir.mkdir(0o700)
+    assert not ours.follow(switches) and ours.on
+    Switch(run_dir, PAUSED, state).set(False)
+    assert ours.follow(switches) and not ours.on
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_tide.capture.switch.write_private", full)
+    assert "No space left" in ours.set(True)
+    assert not ours.follow(switches) and ours.on
+    switches.close()

@@ -277,6 +277,8 @@ class Trainer:
         self.pause = Switch(
             world.run_dir, PAUSED, *rendezvous.state_dirs(world.run_dir)
         )
+        state = (rendezvous.state_dirs(world.run_dir) or [None])[0]
+        self.switches = Switches(world.run_dir, state)
         self.set_collect()
         self.report = Report(world.run_dir, self.feeds.ids[0])
         self.status = TrainerStatus(
@@ -307,7 +309,7 @@ class Trainer:
             return
         self.drain()
         self.feeds.heartbeat()
-        if self.pause.read():
+        if self.pause.follow(self.switches):
             self.set_collect()
         for request in self.inbox.pending():
             self.drain()

@@ -68,16 +68,20 @@ class Switch:
 
     def __init__(self, run_dir: Path, name: str, *state_dirs: str | None) -> None:
         self._name, self._folders = name, switch_folders(run_dir, *state_dirs)
+        self._failed = False
         try:
             self.on = name in switches_on(self._folders)
         except OSError:
             self.on = True
 
-    def read(self) -> bool:
-        """Read the files again; return whether the switch was changed."""
+    def follow(self, switches: Switches) -> bool:
+        """Read the files again; return whether the switch was changed.
+
+        After a failed `set` the files are wrong, so they are not followed.
+        """
         was = self.on
-        with suppress(OSError):
-            self.on = self._name in switches_on(self._folders)
+        if not self._failed:
+            self.on = self._name in switches.read()
         return self.on != was
 
     def set(self, on: bool) -> str:
@@ -96,11 +100,12 @@ class Switch:
                         path.unlink()
             except OSError as error:
                 failed.append(f"{path} cannot be changed: {error.strerror}")
+        self._failed = bool(failed)
         return "; ".join(failed)
 
 
 class Switches:
-    """The switches of a run directory, as read by its engine.
+    """The switches of a run directory, as read by its engine and its trainer.
 
     Attributes:
         on: Names of the switches that are on, as of the last :meth:`read`.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_tide.capture.switch import PAUSED, Switch
+from vllm_tide.capture.switch import PAUSED, Switch, Switches
 from vllm_tide.config import TideConfig, TrainConfig, parse_tide
 from vllm_tide.deploy.deployment import Deployment
 from vllm_tide.deploy.fast_draft import FastDraft
@@ -133,6 +133,7 @@ class Sidecar:
             self.tide.schedule, self.config.min_new_tokens, day0=day0
         )
         self._pause = Switch(run_dir, PAUSED, self.config.state_dir, *folders)
+        self._switches = Switches(run_dir, self.config.state_dir)
         self._memory_backoff = gpu.MemoryBackoff(self.config)
         self._set_collect()
         self._emptied = False
@@ -188,6 +189,7 @@ class Sidecar:
             self.fast.stop()
             self._update_status(force=True)
             self._admin.close()
+            self._switches.close()
             self.trainer.stepper.close()
             self.feeds.close()
             for path in self._files:
@@ -350,7 +352,8 @@ class Sidecar:
         if now < self._next_purge:
             return
         self._next_purge = now + PURGE_PERIOD_S
-        if self._pause.read():  # set while this trainer started or was stopped
+        # A command sets it in the files while this trainer starts or hangs.
+        if self._pause.follow(self._switches):
             self._pause_changed()
         self.trainer.expire()
         pending = self._purges.pending()
