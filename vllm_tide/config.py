@@ -120,7 +120,7 @@ class TrainConfig(_Section):
         1e-3, description="Peak learning rate of AdamW."
     )
     ttt_steps: Annotated[Whole, Field(ge=1, le=16)] = Field(
-        3, description="Training-time-test steps (EAGLE-3): draft depth trained."
+        3, description="Training-time-test steps of EAGLE-3: draft depth trained."
     )
     batch_tokens: Annotated[Whole, Field(ge=64)] = Field(
         1024, description="Rows packed into one optimizer step (tokens)."

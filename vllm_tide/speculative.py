@@ -26,9 +26,11 @@ from vllm_tide.config import (
 logger = logging.getLogger("vllm.tide")
 
 FRESH = "fresh"
+METHODS = ("eagle3", "dflash")
+"""Kinds of drafts, by vLLM's `method` (`vllm_tide.draft.kind`)."""
 _MODEL = (
-    f"give the directory or hub name of the EAGLE-3 draft, or {FRESH!r} to start with "
-    "a new one."
+    f"give the directory or hub name of the draft, or {FRESH!r} to start with a new "
+    "one."
 )
 MODEL_MISSING = f"missing; {_MODEL}"
 _LENGTH = "set the largest draft length, like 3."
@@ -173,10 +175,11 @@ def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
 
 
 def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
-    method, model = config.get("method", "eagle3"), config.get("model")
-    if method != "eagle3":
+    method, model = config.get("method", METHODS[0]), config.get("model")
+    if method not in METHODS:
         yield (
-            f"method: tide trains EAGLE-3 drafts; set it to 'eagle3', not {method!r}."
+            "method: tide trains EAGLE-3 and DFlash drafts; set it to "
+            f"{' or '.join(map(repr, METHODS))}, not {method!r}."
         )
     if reason := _NOT_REJECTION.get(str(config.get("rejection_sample_method")), ""):
         yield f"rejection_sample_method: {reason}; {_LEAVE_OUT}"

@@ -2,6 +2,7 @@
 
 scripts/bench/run.py --suite NAME --json FILE [--yes]
 scripts/bench/run.py control --model DIR --draft DIR --json FILE [--minutes N]
+scripts/bench/run.py learning --model DIR [--draft DIR] [--method dflash] --json FILE
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.suites import control
 
             return control.main(arguments[1:])
+        if arguments[:1] == ["learning"]:  # of one draft on a stream that shifts
+            from bench.suites import quickstart
+
+            end_on_signals()
+            return quickstart.main(arguments[1:])
         return _run(arguments)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,8 +16,8 @@ import time
 import torch
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.eagle3_config import Eagle3Config
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train import step as train_step
 from vllm_tide.train.packing import pack

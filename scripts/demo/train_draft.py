@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 draft for a served model on outputs of that model.
+"""Training of a draft for a served model on outputs of that model.
 
     python scripts/demo/train_draft.py capture --model DIR --prompts FILE ... --work DIR
     python scripts/demo/train_draft.py train --model DIR --work DIR --out DIR
@@ -41,6 +41,7 @@ from vllm_tide.draft import TargetRows, load_draft, save_draft
 from vllm_tide.draft.fresh import build_fresh
 from vllm_tide.draft.prune import choose_vocab, reprune
 from vllm_tide.draft.vocab import VocabMap
+from vllm_tide.speculative import METHODS
 from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.evaluate import evaluate
 from vllm_tide.train.packing import pack, take_batch
@@ -48,7 +49,6 @@ from vllm_tide.train.sample import Branch, Sample, TopK, split_windows
 from vllm_tide.train.step import TrainStep
 
 HOLDOUT_SHARE = 0.02  # share of a file's documents used only for evaluation
-DEPTH = 5  # draft depth of the evaluation
 TRAINING = ("seed", "vocab", "learning_rate", "batch_tokens", "ttt_steps")  # options
 WINDOW = 512  # maximum rows of a document, so that a batch has several
 
@@ -200,7 +200,11 @@ def _begin(args: argparse.Namespace, files: list[Path], target: TargetRows) -> A
     if (args.out / "model.safetensors").exists():
         return load_draft(args.out, target, frozenset())
     draft = build_fresh(
-        args.model, FreshConfig(draft_vocab_size=args.vocab), torch.bfloat16
+        args.model,
+        FreshConfig(draft_vocab_size=args.vocab),
+        torch.bfloat16,
+        args.method,
+        args.depth,
     )
     counts = torch.zeros(target.lm_head.shape[0], dtype=torch.float64)
     for file in files:
@@ -240,7 +244,7 @@ def train(args: argparse.Namespace) -> None:
     config = TrainConfig(
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
-        ttt_steps=args.ttt_steps,
+        ttt_steps=draft.num_steps(args.ttt_steps, args.depth),
     )
     step = TrainStep(draft, target, config)
     began, rows, losses = time.monotonic(), 0, []
@@ -269,11 +273,11 @@ def train(args: argparse.Namespace) -> None:
             save(draft, args)
     save(draft, args)
     holdout = [d for file in files[:8] for d in split(load_documents(file))[1]]
-    score = evaluate(draft, target, holdout, DEPTH)
+    score = evaluate(draft, target, holdout, args.depth)
     length, error = score.acceptance("greedy"), score.standard_error("greedy")
     print(
-        f"{steps} steps, {rows} rows; held-out acceptance length at depth {DEPTH}: "
-        f"{length:.3f} +- {error:.3f} over {len(score.requests)} answers"
+        f"{steps} steps, {rows} rows; held-out acceptance length at depth "
+        f"{args.depth}: {length:.3f} +- {error:.3f} over {len(score.requests)} answers"
     )
     note(
         args,
@@ -290,7 +294,7 @@ def train(args: argparse.Namespace) -> None:
             "minutes": round((time.monotonic() - began) / 60, 1),
             "held_out": {
                 "answers": len(score.requests),
-                "depth": DEPTH,
+                "depth": args.depth,
                 "acceptance_length": round(length, 3),
                 "standard_error": round(error, 3),
             },
@@ -352,10 +356,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard-requests", type=int, default=128)
     parser.add_argument("--out", type=Path, help="`train`: directory of the draft")
     parser.add_argument("--vocab", type=int, default=8192)
-    text = "initial weights of a new draft's layer"
-    parser.add_argument(
-        "--begin", choices=("target", "random"), default="target", help=text
-    )
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0])
+    text = "drafted tokens, in the evaluation and of DFlash's blocks"
+    parser.add_argument("--depth", type=int, default=5, help=text)
     parser.add_argument("--passes", type=float, default=2.0)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--learning-rate", type=float, default=1e-3)

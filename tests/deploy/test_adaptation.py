@@ -17,7 +17,7 @@ from vllm_tide.deploy import fast_draft
 from vllm_tide.deploy.deployment import master_of
 from vllm_tide.deploy.fast_draft import FastStep
 from vllm_tide.draft import delta
-from vllm_tide.draft.checkpoint import canonical_name
+from vllm_tide.draft.kind import canonical
 from vllm_tide.engine.staged_draft import tensors_of
 from vllm_tide.train.gpu import GpuTimeBudget
 from vllm_tide.transport.purge import ask
@@ -320,8 +320,8 @@ def test_a_killed_trainer_leaves_nothing_that_the_next_one_uses(engine, installe
     sent = engine.sent()
     assert "adaptation" not in sent.meta
     tensors = master_of(sent)
-    for name, tensor in base.items():
-        assert torch.equal(tensors[canonical_name(name)], tensor)
+    for name, tensor in canonical(base).items():
+        assert torch.equal(tensors[name], tensor)
     assert again.deployment.published == sent.version
     engine.install()
     assert again._tick()

@@ -15,7 +15,6 @@ from tests.dashboards.known import samples_of
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import write_record
 from vllm_tide.deploy.deployment import master_of
-from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.metrics import TRAINER
 from vllm_tide.sidecar.report import open_metrics
 from vllm_tide.train.assemble import VERIFY
@@ -87,8 +86,7 @@ def published_once(engine: Engine):
 def assert_sent(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
     sent = master_of(engine.weights.read())
     for name, tensor in sent.items():
-        expected = weights[canonical_name(name)]
-        assert torch.equal(tensor, expected.to(tensor.dtype)), name
+        assert torch.equal(tensor, weights[name].to(tensor.dtype)), name
 
 
 def assert_live(sidecar, weights: dict[str, torch.Tensor]) -> None:

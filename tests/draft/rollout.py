@@ -1,7 +1,7 @@
 """The draft as in serving: prefill over rows 0..t, then one row per decode step.
 
-Slow and plain on purpose: the oracle of `Eagle3Draft.forward_ttt`, written without its
-attention, masks or packing.
+Slow and plain on purpose: the oracle of `Eagle3Draft.forward_steps`, written without
+its attention, masks or packing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, Weights
+from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.eagle3_config import LAYER
+from vllm_tide.draft.module import Weights
 
 
 class _Cache:

@@ -62,10 +62,14 @@ def dense(q, k0, v0, kd, vd, active, layout):
 
 
 def _inputs(
-    diagonals: int, count: int, rows: int, dtype: torch.dtype = torch.float64
+    diagonals: int,
+    count: int,
+    rows: int,
+    dtype: torch.dtype = torch.float64,
+    heads: int = 4,
 ) -> list[Tensor | None]:
     torch.manual_seed(diagonals)
-    heads, kv, dim = 4, 2, 6
+    kv, dim = 2, 6
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, requires_grad=True)
@@ -84,10 +88,12 @@ def xformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xformers.ops", ops)
 
 
-def check(attend, layout: RowLayout, active: list[int], diagonals: int) -> None:
+def check(
+    attend, layout: RowLayout, active: list[int], diagonals: int, heads: int = 4
+) -> None:
     """Assert that values and all gradients agree in float64."""
     rows = torch.tensor(active)
-    args = _inputs(diagonals, rows.numel(), layout.num_rows)
+    args = _inputs(diagonals, rows.numel(), layout.num_rows, heads=heads)
     ours = attend(*args, rows, layout)
     theirs = dense(*args, rows, layout)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -115,6 +121,11 @@ def every(*diagonals: int) -> pytest.MarkDecorator:
 @every(0, 1, 3)
 def test_packed_attention_equals_the_reference(layout, active, diagonals) -> None:
     check(packed_attention, layout, active, diagonals)
+
+
+def test_many_heads_of_a_block_equal_the_reference() -> None:
+    """DFlash: its slots are further heads, and its diagonals small GEMMs."""
+    check(packed_attention, TRUNK, [3, 4, 6, 9, 12], 3, heads=24)
 
 
 @every(0, 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.train.toys import ToyTarget, config
 from vllm_tide.draft import DraftError, Eagle3Draft, load_draft, save_draft
-from vllm_tide.draft.config import Eagle3Config
+from vllm_tide.draft.eagle3_config import Eagle3Config
 
 TOY = ToyTarget()
 IDS = "eagle_aux_hidden_state_layer_ids"

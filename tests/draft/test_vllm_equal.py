@@ -84,7 +84,7 @@ def test_logits_equal_vllm(tmp_path: Path, changes: dict) -> None:
     with torch.no_grad():
         weights = draft.compute_weights(torch.float32)
         layout = RowLayout([0, ROWS + 1], [ROWS + 1], [], [])
-        (normed,) = draft.forward_ttt(
+        (normed,) = draft.forward_steps(
             tokens, features, torch.arange(7, 8 + ROWS), layout, [rows]
         )
         ours = draft.logits(normed, weights)

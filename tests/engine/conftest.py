@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def served(request: pytest.FixtureRequest, engines: Any) -> Iterator[Served]:
     if one.reader is not None:
         one.reader.set_collect(Collect.FULL)
     if one._writer and one.writer.feedback().installed_version != before:
-        assert one.publish(draft_tensors(DEMO / "draft")) == ""
+        assert one.publish(draft_tensors(Path(one.manifest.draft_path))) == ""
 
 
 @pytest.fixture(scope="session")

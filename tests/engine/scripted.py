@@ -49,6 +49,12 @@ class Scripted:
         self.confidences.append([float(value) for value in confidence])
         return step < self.limit[0]
 
+    def take_block(self, confidences):
+        """Take all tokens of a block, of which the script's number may be verified."""
+        assert confidences.shape[1] == self.size
+        self.drafted = min(len(confidences), self.limit[0])
+        self.confidences += [[float(value) for value in row] for row in confidences]
+
     def choose(self):
         """Choose a random prefix of each request's drafts, or all of them."""
         most = min(self.limit[1], self.drafted)

@@ -45,6 +45,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "steered": True,
         "most": 5,
     },
+    "v1-dflash": {
+        "runner": "v1",
+        "tide": {"control": {"policy": "adaspec"}},
+        "steered": True,
+        "most": 4,
+        "method": "dflash",
+        "model": "fresh",
+    },
     "v2": {"runner": "v2", "tide": topk("threshold"), "steered": True},
     "v2-async": {
         "runner": "v2-async",
@@ -61,12 +69,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def engine_case(run_dir: Path, kind: dict[str, Any], **change: Any) -> dict[str, Any]:
     """Return the case of `offline.py` for a kind; KV blocks for two long requests."""
-    case = {key: kind[key] for key in kind if key not in ("tide", "most")}
+    ours = ("tide", "most", "method", "model")
+    case = {key: kind[key] for key in kind if key not in ours}
     given = kind["tide"]
     tide: dict[str, Any] = {"run_dir": str(run_dir), "train": {"autostart": False}}
     speculative = {
-        "method": "eagle3",
-        "model": str(DEMO / "draft"),
+        "method": kind.get("method", "eagle3"),
+        "model": kind.get("model", str(DEMO / "draft")),
         "num_speculative_tokens": kind.get("most", 3),
         "draft_sample_method": kind.get("drawn", "greedy"),
         "enable_adaptive_verification": "curves" in kind,

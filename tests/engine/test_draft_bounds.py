@@ -158,7 +158,7 @@ def test_the_probe_computes_the_same_as_the_draft(changes, tmp_path):
     embed = torch.cat([torch.zeros(1, shape.hidden_size), rows])
     draft = Eagle3Draft.initialise(shape, target.embed, target.head, vocab_map)
     draft.embed = embed
-    (normed,) = draft.forward_ttt(
+    (normed,) = draft.forward_steps(
         torch.arange(ROWS + 1),
         torch.cat([features, features[:1]]),
         torch.zeros(ROWS + 1, dtype=torch.int64),  # no rotation

@@ -25,7 +25,8 @@ from vllm_tide.draft import (
     load_draft,
     save_draft,
 )
-from vllm_tide.draft.config import Eagle3Config, Rope, read_config
+from vllm_tide.draft.config import Rope, read_config
+from vllm_tide.draft.eagle3_config import Eagle3Config
 from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter

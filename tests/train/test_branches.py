@@ -61,7 +61,7 @@ def run(
 ) -> list[Tensor]:
     """Return logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
-    outputs = draft.forward_ttt(
+    outputs = draft.forward_steps(
         batch.tokens,
         batch.features,
         batch.positions,

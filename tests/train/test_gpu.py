@@ -76,6 +76,7 @@ def test_a_server_s_gpu_without_free_memory_is_refused_with_the_size(device_memo
 
 def test_the_estimate_covers_the_states_of_an_8b_s_draft():
     shape = Mock(hidden_size=4096, intermediate_size=14336, draft_vocab_size=32000)
+    shape.computed_rows = lambda rows, depth: rows * depth
     trained, rows = 430_000_000, 2 * 128256 * 4096 * 2
     need = training_bytes(trained, rows, TrainConfig(), shape)
     assert 12 * GIB < need < 16 * GIB

@@ -13,7 +13,7 @@ from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
-from vllm_tide.train import loss_terms, losses, step
+from vllm_tide.train import loss_terms, losses
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
@@ -106,7 +106,7 @@ def _reference_loss(
     """L = sum_i gamma^i sum_terms w N_i / D_i, row by row."""
     plan = plan_rows(batch, config.ttt_steps)
     starts, trunk = batch.layout.doc_starts, batch.num_tokens
-    outputs = draft.forward_ttt(
+    outputs = draft.forward_steps(
         batch.tokens,
         batch.features,
         batch.positions,
@@ -142,7 +142,7 @@ def _reference_loss(
         for i, rows in enumerate(steps):
             m = [1 / max(64, sizes[key]) for key, _ in rows]
             mean = sum(w * v for w, (_, v) in zip(m, rows, strict=True)) / sum(m)
-            total = total + config.loss[name] * step.STEP_DECAY**i * mean
+            total = total + config.loss[name] * draft.step_decay**i * mean
     return total
 
 

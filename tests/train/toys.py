@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.config import Eagle3Config
 from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.eagle3_config import Eagle3Config
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.evaluate import FORMS, Evaluation
 from vllm_tide.train.sample import Branch, Sample

@@ -13,8 +13,9 @@ from pathlib import Path
 from vllm_tide.cli import add_output, add_run_dir, emit, fail
 from vllm_tide.config import ConfigError
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
-from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
+from vllm_tide.draft.kind import draft_config
 from vllm_tide.draft.speculators import Verifier, read_verifier
 from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.engine.staged_draft import DraftRefused, tensors_of
@@ -140,7 +141,7 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
             "`vllm-tide pause`, or export --state-dir."
         )
     _check_served(run_dir, manifest.engine_id, version)
-    config = Eagle3Config.from_json(read_config(manifest.draft_path), target)
+    config = draft_config(read_config(manifest.draft_path), target)
     tensors = {name: t.clone() for name, t in tensors_of(publication).items()}
     meta = publication.meta
     trained = version > 0 and meta.get("to") != 0  # no rollback to the checkpoint
@@ -158,7 +159,7 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
         why = f" ({store.refused[-1]})" if store.refused else ""
         problem = f"{str(folder)!r} has no usable draft for this target and draft{why}."
         raise DraftError(f"--state-dir: {problem}")
-    config = Eagle3Config.from_json(raw, read_config(target_dir))
+    config = draft_config(raw, read_config(target_dir))
     verifier, figures = read_verifier(raw), {**draft.holdout, **draft.served}
     source = "a trainer's stored drafts"
     return ExportedDraft(

@@ -241,6 +241,18 @@ class AdaSpecPolicy:
         gained = gained / len(_QUANTILES) - len(alive) * step.row_price
         return gained > step.rate * (draft[depth + 1] - draft[depth])
 
+    def take_block(self, confidences: np.ndarray) -> None:
+        """Take the result of a pass that drafts all tokens, instead of `go_on`.
+
+        Args:
+            confidences: float [K, n], highest probability of the draft by token.
+        """
+        step = self._step
+        assert step is not None  # noqa: S101 (plan is called first)
+        assert step.confidences is not None  # noqa: S101
+        step.depth = min(len(confidences), step.max_depth)
+        step.confidences[: step.depth] = confidences[: step.depth]
+
     def choose(self) -> np.ndarray:
         """Return the tokens of each request to verify, int64 [n] (see `remembered`)."""
         step = self._step

@@ -74,6 +74,12 @@ class StaticPolicy:
         self._depth = depth
         return depth < self._k
 
+    def take_block(self, confidences: np.ndarray) -> None:
+        """See `AdaSpecPolicy`."""
+        for depth, confidence in enumerate(confidences, start=1):
+            if not self.go_on(depth, confidence):
+                break
+
     def choose(self) -> np.ndarray:
         lengths = np.minimum(self._caps, self._depth)
         self._count["drafted_tokens"] += int(lengths.sum())

@@ -321,13 +321,19 @@ class StepTimes:
 
 
 def step_cost(
-    times: StepTimes, requests: int, context: int, verified: int, steps: int
+    times: StepTimes,
+    requests: int,
+    context: int,
+    verified: int,
+    steps: int,
+    first_rows: int | None = None,
 ) -> float:
     """Return predicted seconds of a decode step over those without speculation.
 
     Args:
         requests: Decoding requests, without prefilling ones.
         context: Tokens in their KV cache before the step.
+        first_rows: Rows of the first draft pass; None: those of the target.
 
     Returns:
         Above 0; 1 if no request decodes or the times are not finite.
@@ -335,6 +341,7 @@ def step_cost(
     if not requests or not (verified or steps):
         return 1.0
     target = times.target_curve(requests, context, verified)
-    drafts = times.draft_curve(requests, context, requests + verified, steps)[-1]
+    rows = requests + verified if first_rows is None else first_rows
+    drafts = times.draft_curve(requests, context, rows, steps)[-1]
     cost = float((target[-1] + drafts) / target[0]) if target[0] > 0.0 else nan
     return cost if 0.0 < cost < inf else 1.0

@@ -22,8 +22,8 @@ from vllm_tide.config import TideConfig
 from vllm_tide.deploy.canary import Canary, Verdict
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
 from vllm_tide.deploy.store import DraftStore, StoredDraft
-from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.kind import canonical
 from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.trainer import Trainer
@@ -401,13 +401,13 @@ def _figure(evaluation: Evaluation | None) -> float | None:
 
 
 def master_of(publication: Publication) -> Master:
-    """Return the tensors of a publication by EAGLE-3 name."""
+    """Return the tensors of a publication by parameter."""
     tensors = {}
     for name, item in publication.tensors.items():
         raw = torch.from_numpy(item.data.copy())
         dtype = getattr(torch, item.dtype)
-        tensors[canonical_name(name)] = raw.view(dtype).view(item.shape)
-    return tensors
+        tensors[name] = raw.view(dtype).view(item.shape)
+    return canonical(tensors)
 
 
 def as_wire(tensors: Master) -> dict[str, tuple[str, tuple[int, ...], Any]]:

@@ -31,7 +31,7 @@ from vllm_tide.deploy.deployment import RETRY_S, AddEvent, Deployment, as_wire
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.delta import RANK, apply, factors, fingerprint
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.train.evaluate import FORMS
 from vllm_tide.train.gpu import MemoryBackoff, is_out_of_memory, release_cache
@@ -157,10 +157,10 @@ class FastDraft:
         self._forget()
 
     def _forget(self) -> None:
-        self.draft: Eagle3Draft | None = None
+        self.draft: Draft | None = None
         self._fingerprint = ""  # of the base, as engines have it
         self._step: FastStep | None = None
-        self.served: Eagle3Draft | None = None
+        self.served: Draft | None = None
         self._sent_at = self.steps
         self.gain = Gain()
         # By request, least recently trained first: position up to which it is trained
@@ -379,7 +379,7 @@ class FastDraft:
         gain = self.gain
         return gain.count >= MIN_SCORES and gain.mean > ERRORS * gain.error
 
-    def tensors_to_send(self, draft: Eagle3Draft) -> dict[str, Tensor]:
+    def tensors_to_send(self, draft: Draft) -> dict[str, Tensor]:
         """Return all tensors of a publication by checkpoint name."""
         out = export_tensors(draft, stored_names=True)
         out.pop("t2d", None)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vllm_tide.deploy.deployment import as_wire, master_of
 from vllm_tide.deploy.store import DraftStore, DraftUnreadable, store_fingerprint
-from vllm_tide.draft.checkpoint import canonical_name, read_tensors
+from vllm_tide.draft.checkpoint import read_tensors
 from vllm_tide.draft.config import read_config
+from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
@@ -57,7 +58,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             for name, tensor in read_tensors(manifest.draft_path).items()
             if name != "t2d" and name not in manifest.shared
         }
-        to, master, before = 0, {canonical_name(n): t for n, t in given.items()}, None
+        to, master, before = 0, canonical(given), None
+        names = canonical({name: name for name in given})
         store = DraftStore(
             folder,
             store_fingerprint(
@@ -78,7 +80,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
         # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)
         writer.publish(
-            as_wire({name: master[canonical_name(name)] for name in given}),
+            as_wire({old: master[name] for name, old in names.items()}),
             version=version + 1,
             parent_version=version,
             meta={"rollback_of": version, "to": to, "reason": "ordered"},

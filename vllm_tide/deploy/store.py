@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from vllm_tide.draft.checkpoint import canonical_name
 from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.kind import canonical
 from vllm_tide.metrics import finite
 from vllm_tide.train.checkpoint import PARSE_ERRORS, digest_of
 from vllm_tide.transport.rendezvous import (
@@ -76,11 +76,11 @@ class StoredDraft:
 
     @property
     def master(self) -> dict[str, Tensor]:
-        """Tensors by EAGLE-3 name."""
-        return {canonical_name(name): t for name, t in self.tensors.items()}
+        """Tensors by parameter."""
+        return canonical(self.tensors)
 
     def has_weights(self, live: Mapping[str, Tensor]) -> bool:
-        """Return whether the weights equal `live`, by EAGLE-3 name."""
+        """Return whether the weights equal `live`, by parameter."""
         mine = self.master
         return mine.keys() == live.keys() and all(
             torch.equal(tensor.to(live[name].dtype), live[name])

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tide.config import ConfigError, starts_trainer
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
-from vllm_tide.speculative import model_problem
+from vllm_tide.speculative import METHODS, model_problem
 
 if TYPE_CHECKING:
-    from vllm_tide.draft.config import Eagle3Config
+    from vllm_tide.draft.config import DraftConfig
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
@@ -94,8 +94,8 @@ def draft_bytes(subject: Subject) -> int | None:
 
 def training_need(subject: Subject) -> int | None:
     """Return the trainer's memory on its device (bytes); None if it is unknown."""
-    from vllm_tide.draft.config import DraftError, Eagle3Config
-    from vllm_tide.draft.eagle3 import parameter_shapes
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.draft.kind import draft_config
     from vllm_tide.train.gpu import training_bytes
 
     target = subject.model and local_checkpoint(subject.model)
@@ -109,22 +109,20 @@ def training_need(subject: Subject) -> int | None:
             draft = local_checkpoint(subject.draft, subject.revision)
             if draft is None:
                 return None
-            config = Eagle3Config.from_json(model_config(draft), raw)
+            config = draft_config(model_config(draft), raw)
     except (ConfigError, DraftError):  # reported by `fit`
         return None
-    trained = sum(map(math.prod, parameter_shapes(config).values()))
+    trained = sum(map(math.prod, config.parameter_shapes().values()))
     trained += config.draft_vocab_size * config.hidden_size
     frozen = 2 * 2 * config.vocab_size * config.target_hidden_size
     return training_bytes(trained, frozen, subject.tide.train, config)
 
 
 def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
-    from vllm_tide.draft.eagle3 import parameter_shapes
-
     config = _fresh_config(subject, target)
     text = target.get("text_config") or target
     dtype = text.get("dtype") or text.get("torch_dtype") or ""
-    parameters = sum(map(math.prod, parameter_shapes(config).values()))
+    parameters = sum(map(math.prod, config.parameter_shapes().values()))
     parameters += config.draft_vocab_size * config.hidden_size
     return parameters * _ITEM_BYTES.get(dtype, 2) + 8 * config.draft_vocab_size
 
@@ -185,7 +183,7 @@ def fit(subject: Subject) -> Finding:
     return _fit_of_checkpoint(subject, draft, shape, target)
 
 
-def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
+def _fresh_config(subject: Subject, target: dict[str, Any]) -> DraftConfig:
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.fresh import fresh_config, with_vocab_size
 
@@ -193,7 +191,9 @@ def _fresh_config(subject: Subject, target: dict[str, Any]) -> Eagle3Config:
     try:
         size, device = text.get("vocab_size", 0), tide.train.device
         settings = with_vocab_size(tide.fresh, size, device)
-        return fresh_config(target, settings)
+        method = str(subject.speculative.get("method") or METHODS[0])
+        depth = subject.speculative.get("num_speculative_tokens") or 1
+        return fresh_config(target, settings, method, depth)
     except DraftError as error:
         raise ConfigError(str(error)) from None
 
@@ -220,25 +220,29 @@ def _fit_of_checkpoint(
 ) -> Finding:
     import torch
 
-    from vllm_tide.draft.checkpoint import canonical_name, check_tensors
-    from vllm_tide.draft.config import DraftError, Eagle3Config
+    from vllm_tide.draft.checkpoint import check_tensors
+    from vllm_tide.draft.config import DraftError
+    from vllm_tide.draft.kind import canonical, draft_config
     from vllm_tide.engine.arguments import check_draft
 
     try:
         stored = stored_tensors(draft)
-        check_draft(str(draft), None, shape)
+        given = subject.speculative
+        method, depth = given.get("method"), given.get("num_speculative_tokens")
+        known = method if method in METHODS else None
+        check_draft(str(draft), None, shape, known, depth)
     except ConfigError as error:
         return failed(str(error), _OTHER_DRAFT)
     try:
-        config = Eagle3Config.from_json(model_config(draft), model_config(target))
+        config = draft_config(model_config(draft), model_config(target))
         # Meta tensors: only dtypes and shapes are checked.
         tensors = {
-            canonical_name(name): torch.empty(
+            name: torch.empty(
                 shape, dtype=getattr(torch, _DTYPES.get(dtype, "uint8")), device="meta"
             )
             for name, (dtype, shape) in stored.items()
         }
-        check_tensors(config, tensors)
+        check_tensors(config, canonical(tensors))
     except (ConfigError, DraftError) as error:
         return failed(f"The trainer cannot load the draft: {error}", _OTHER_DRAFT)
     return ok(

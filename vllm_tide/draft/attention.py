@@ -26,6 +26,8 @@ from torch import Tensor
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
 
+_MANY_QUERIES = 8  # of a key head and row; then diagonals are small GEMMs
+
 
 @dataclass(frozen=True)
 class _Slice:
@@ -115,11 +117,17 @@ def by_row(x: Tensor) -> Tensor:
 
 def diagonal_products(x: Tensor, kd: Tensor, wide: torch.dtype) -> Tensor:
     """Multiply x [kv, g, Q, d] with keys (values) [j, Q, kv, d]: [j, kv, g, Q]."""
+    if x.shape[1] >= _MANY_QUERIES:
+        product = x.permute(2, 0, 1, 3) @ kd.permute(1, 2, 3, 0)  # [Q,kv,g,j]
+        return product.permute(3, 1, 2, 0).to(wide)
     return (x[None] * kd.permute(0, 2, 1, 3)[:, :, None]).sum(-1, dtype=wide)
 
 
 def diagonal_values(p: Tensor, vd: Tensor) -> Tensor:
     """Return [kv, g, Q, d]: values [j, Q, kv, d] weighted by p [j, kv, g, Q]."""
+    if p.shape[2] >= _MANY_QUERIES:
+        mixed = p.permute(3, 1, 2, 0) @ vd.permute(1, 2, 0, 3)  # [Q,kv,g,d]
+        return mixed.permute(1, 2, 0, 3)
     return (p[..., None] * vd.permute(0, 2, 1, 3)[:, :, None]).sum(0)
 
 
@@ -138,8 +146,14 @@ def diagonal_gradients(
     """
     gp = diagonal_products(go, vd, diag.dtype).sub_(delta)
     gs = gp.mul_(diag).mul_(qh.shape[-1] ** -0.5).to(qh.dtype)
-    gkd = (gs[..., None] * qh[None]).sum(2).permute(0, 2, 1, 3)
-    gvd = (diag.to(qh.dtype)[..., None] * go[None]).sum(2).permute(0, 2, 1, 3)
+    pd = diag.to(qh.dtype)
+    if qh.shape[1] >= _MANY_QUERIES:
+        gkd = gs.permute(3, 1, 0, 2) @ qh.permute(2, 0, 1, 3)  # [Q,kv,j,d]
+        gvd = pd.permute(3, 1, 0, 2) @ go.permute(2, 0, 1, 3)
+        gkd, gvd = gkd.permute(2, 0, 1, 3), gvd.permute(2, 0, 1, 3)
+    else:
+        gkd = (gs[..., None] * qh[None]).sum(2).permute(0, 2, 1, 3)
+        gvd = (pd[..., None] * go[None]).sum(2).permute(0, 2, 1, 3)
     return diagonal_values(gs, kd), gkd, gvd
 
 

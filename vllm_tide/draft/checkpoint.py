@@ -1,8 +1,6 @@
-"""Draft checkpoints in Hugging Face EAGLE-3 form, with strict names and shapes.
+"""Draft checkpoints in their kind's own form, with strict names and shapes.
 
-Also reads speculators' form (`layers.0.` for `midlayer.`, another `config.json`).
-Writes EAGLE-3 names, which vLLM's `llama_eagle3.py` loads; `speculators.py` writes
-speculators' form.
+Also reads speculators' form (another `config.json`); `speculators.py` writes it.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
-from vllm_tide.draft.eagle3 import LAYER, Eagle3Draft, parameter_shapes
+from vllm_tide.draft.config import DraftConfig, DraftError, read_config
+from vllm_tide.draft.kind import KINDS, canonical, draft_config
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows, open_safetensors
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.transport.rendezvous import write_private
@@ -61,18 +60,10 @@ def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def canonical_name(name: str) -> str:
-    """Return the EAGLE-3 name of a stored tensor."""
-    name = name.removeprefix("model.")
-    if name.startswith("layers.0."):
-        name = f"{LAYER}." + name.removeprefix("layers.0.")
-    return name
-
-
-def check_shapes(config: Eagle3Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DraftError if a tensor's shape does not match the config."""
     hidden = config.hidden_size
-    expected = parameter_shapes(config) | {
+    expected = config.parameter_shapes() | {
         "lm_head.weight": (config.draft_vocab_size, hidden),
         "embed_tokens.weight": (config.vocab_size, hidden),
         "d2t": (config.draft_vocab_size,),
@@ -86,9 +77,9 @@ def check_shapes(config: Eagle3Config, shapes: Mapping[str, tuple[int, ...]]) ->
             )
 
 
-def check_tensors(config: Eagle3Config, tensors: dict[str, Tensor]) -> None:
+def check_tensors(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
     """Raise DraftError if names, shapes or dtypes do not match `config`."""
-    expected = parameter_shapes(config)
+    expected = config.parameter_shapes()
     missing = sorted(set(expected) - set(tensors))
     if missing:
         raise DraftError(f"draft checkpoint: missing {_some(missing)}.")
@@ -109,7 +100,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"{name:.60}" for name in names[:3]) + more
 
 
-def stored_vocab(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> VocabMap:
+def stored_vocab(config: DraftConfig, tensors: Mapping[str, Tensor]) -> VocabMap:
     """Return the draft vocabulary of a checkpoint's tensors.
 
     Raises:
@@ -126,11 +117,11 @@ def stored_vocab(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> VocabMa
 
 
 def build_draft(
-    config: Eagle3Config,
+    config: DraftConfig,
     stored: dict[str, Tensor],
     target: TargetRows,
     shared: Collection[str] = (),
-) -> Eagle3Draft:
+) -> Draft:
     """Build a draft from stored tensors; the target's replace absent ones.
 
     Args:
@@ -140,8 +131,8 @@ def build_draft(
     Raises:
         DraftError: A name or shape is wrong, or draft and target do not match.
     """
-    names = {canonical_name(name): name for name in stored}
-    tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
+    names = canonical({name: name for name in stored})
+    tensors = canonical(stored)
     check_tensors(config, tensors)
     tensors = {name: t for name, t in tensors.items() if name not in shared}
     if config.vocab_size != target.vocab_size:
@@ -171,7 +162,7 @@ def build_draft(
             )
         values["lm_head.weight"] = target.lm_head
     embed = values.get("embed_tokens.weight", target.embed_tokens)
-    return Eagle3Draft(
+    return KINDS[config.method].module(
         config,
         values,
         vocab,
@@ -188,20 +179,20 @@ def load_draft(
     directory: str | Path,
     target: TargetRows | str | Path,
     shared: Collection[str] = (),
-) -> Eagle3Draft:
+) -> Draft:
     rows = target if isinstance(target, TargetRows) else TargetRows.load(target)
-    config = Eagle3Config.from_json(read_config(directory), rows.config)
+    config = draft_config(read_config(directory), rows.config)
     return build_draft(config, read_tensors(directory), rows, shared)
 
 
 def export_tensors(
-    draft: Eagle3Draft, dtype: torch.dtype | None = None, *, stored_names: bool = False
+    draft: Draft, dtype: torch.dtype | None = None, *, stored_names: bool = False
 ) -> dict[str, Tensor]:
     """Return contiguous CPU copies of the checkpoint's tensors.
 
     Args:
         dtype: Floating dtype; None: the checkpoint's.
-        stored_names: Use the names of the loaded checkpoint instead of EAGLE-3 names; a
+        stored_names: Use the names of the loaded checkpoint, not of the parameters; a
             server compares publications by them.
     """
     dtype = dtype or draft.checkpoint_dtype
@@ -228,14 +219,14 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save_draft(
-    draft: Eagle3Draft, directory: str | Path, dtype: torch.dtype | None = None
+    draft: Draft, directory: str | Path, dtype: torch.dtype | None = None
 ) -> None:
     tensors = export_tensors(draft, dtype)
     write_checkpoint(directory, hf_config(draft.config, tensors), tensors)
 
 
-def hf_config(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the `config.json` of the Hugging Face form, with the tensors' dtype."""
+def hf_config(config: DraftConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the `config.json` of the kind's own form, with the tensors' dtype."""
     return config.to_json() | {"torch_dtype": dtype_name(tensors)}
 
 

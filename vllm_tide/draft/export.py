@@ -15,7 +15,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vllm_tide.draft.checkpoint import (
-    canonical_name,
     check_tensors,
     dtype_name,
     hf_config,
@@ -23,7 +22,8 @@ from vllm_tide.draft.checkpoint import (
     stored_vocab,
     write_checkpoint,
 )
-from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.config import DraftConfig, DraftError, read_config
+from vllm_tide.draft.kind import canonical, draft_config
 from vllm_tide.draft.speculators import Verifier, read_verifier, save_speculators
 
 Form = Literal["hf", "speculators"]
@@ -34,7 +34,7 @@ class ExportedDraft:
     """A draft to export.
 
     Attributes:
-        tensors: By EAGLE-3 name, on the CPU; shared ones may be absent.
+        tensors: By parameter, on the CPU; shared ones may be absent.
         verifier: The target; None if unknown.
         version: Version of the weights on their engine, or None.
         source: Description of their origin.
@@ -42,7 +42,7 @@ class ExportedDraft:
         trained: Trained by vllm_tide; False if unknown.
     """
 
-    config: Eagle3Config
+    config: DraftConfig
     tensors: Mapping[str, Tensor]
     verifier: Verifier | None = None
     version: int | None = None
@@ -52,14 +52,14 @@ class ExportedDraft:
 
 
 def with_mapping(
-    config: Eagle3Config, tensors: Mapping[str, Tensor]
+    config: DraftConfig, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Check tensors and return them by EAGLE-3 name, with `t2d` if it is missing.
+    """Check tensors and return them by parameter, with `t2d` if it is missing.
 
     Raises:
         DraftError: A name, shape or the vocabulary mapping is wrong.
     """
-    out = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    out = canonical(tensors)
     check_tensors(config, out)
     vocab = stored_vocab(config, out)
     if "d2t" in out:
@@ -76,7 +76,7 @@ def from_directory(
         target: The target's configuration, for default layer ids.
     """
     raw = read_config(directory)
-    config = Eagle3Config.from_json(raw, dict(target) if target is not None else None)
+    config = draft_config(raw, dict(target) if target is not None else None)
     return ExportedDraft(
         config,
         with_mapping(config, read_tensors(directory)),
@@ -149,7 +149,7 @@ _TEMPLATE = """---
 {{ card_data }}
 ---
 
-# EAGLE-3 draft
+# {{ kind }} draft
 
 A draft for speculative decoding{% if trained %}, trained by vllm_tide on the target's \
 hidden states during serving{% endif %}. The target's outputs do not depend on it.
@@ -194,7 +194,7 @@ def model_card(
         base_model=target or None,
         library_name="vllm",
         pipeline_tag="text-generation",
-        tags=["eagle3", "speculative-decoding", "vllm"]
+        tags=[draft.config.method, "speculative-decoding", "vllm"]
         + ["speculators"] * (form == "speculators"),
     )
     size = sum(t.numel() for t in tensors.values() if t.is_floating_point())
@@ -203,13 +203,14 @@ def model_card(
     version = "" if draft.version is None else f", version {draft.version}"
     command = "vllm serve DIRECTORY"
     if form == "hf" or not target:
-        value: dict[str, Any] = {"method": "eagle3", "model": "DIRECTORY"}
+        value: dict[str, Any] = {"method": shape.method, "model": "DIRECTORY"}
         value["num_speculative_tokens"] = verifier.num_speculative_tokens
         command = f"vllm serve {target or 'TARGET'} "
         command += f"--speculative-config '{json.dumps(value)}'"
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
+        kind=shape.title,
         trained=draft.trained,
         facts=[
             *([("Target", f"`{target}`")] if target else []),

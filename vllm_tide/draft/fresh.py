@@ -1,6 +1,6 @@
 """A fresh draft for a target: served on day 0 with `"model": "fresh"`.
 
-The layer is random (`Eagle3Draft.initialise`). `lm_head` is a copy of the target's
+Its layers are random (`Draft.initialise`). `lm_head` is a copy of the target's
 output rows, so that logits are meaningful before training; as a copy it can be trained.
 
 Built directories are cached by the fingerprint of all their inputs and do not change:
@@ -31,13 +31,16 @@ from vllm_tide.draft.checkpoint import (
     write_checkpoint,
 )
 from vllm_tide.draft.config import (
+    DraftConfig,
     DraftError,
-    Eagle3Config,
     Rope,
     read_config,
     read_rope,
 )
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.dflash_config import DFlashConfig
+from vllm_tide.draft.eagle3_config import Eagle3Config
+from vllm_tide.draft.kind import KINDS, draft_config
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.draft.vocab import VocabMap
 
@@ -46,6 +49,7 @@ FORMAT = 1  # part of the fingerprint; increase it when the construction changes
 VOCAB_SIZES = {"cpu": 4096, "cuda": 32768}
 """Vocabulary size of a fresh draft by the trainer's device, at most the target's: a
 larger one has slower steps. The trainer replaces it by the most frequent tokens."""
+DFLASH_LAYERS = 1
 MARK = "tide_fresh"  # key of config.json that marks a fresh draft
 _ABANDONED_S = 3600.0
 _DEFAULT_HEAD_DIM = 128
@@ -80,8 +84,19 @@ def with_vocab_size(settings: FreshConfig, vocab_size: int, device: str) -> Fres
     return settings.model_copy(update={"draft_vocab_size": size})
 
 
-def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Config:
+def fresh_config(
+    target: Mapping[str, Any],
+    settings: FreshConfig,
+    method: str = Eagle3Config.method,
+    depth: int = 3,
+    mask_token_id: int | None = None,
+) -> DraftConfig:
     """Return the configuration of a fresh draft for a target.
+
+    Args:
+        method: vLLM's name of the kind.
+        depth: num_speculative_tokens; gives the size of DFlash's block.
+        mask_token_id: Of DFlash; None: any.
 
     Raises:
         DraftError: A knob does not fit, or the target lacks a field.
@@ -95,32 +110,48 @@ def fresh_config(target: Mapping[str, Any], settings: FreshConfig) -> Eagle3Conf
             "set a smaller one or null."
         )
     num_heads, num_kv_heads, head_dim = _head_counts(text, hidden)
-    return Eagle3Config(
-        hidden_size=hidden,
-        intermediate_size=text.get("intermediate_size") or 4 * hidden,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        draft_vocab_size=size,
-        aux_layer_ids=fresh_layer_ids(_need(text, "num_hidden_layers")),
-        target_hidden_size=hidden,
-        rms_norm_eps=float(text.get("rms_norm_eps") or 1e-5),
-        rope=_rope(text),
-        max_position_embeddings=int(text.get("max_position_embeddings") or 8192),
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": text.get("intermediate_size") or 4 * hidden,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "draft_vocab_size": size,
+        "aux_layer_ids": fresh_layer_ids(_need(text, "num_hidden_layers")),
+        "target_hidden_size": hidden,
+        "rms_norm_eps": float(text.get("rms_norm_eps") or 1e-5),
+        "rope": _rope(text),
+        "max_position_embeddings": int(text.get("max_position_embeddings") or 8192),
+    }
+    if method == Eagle3Config.method:
+        return Eagle3Config(**fields)
+    if fields["aux_layer_ids"][0] == 0:  # DFlash reads outputs of layers
+        raise DraftError("the target has 3 layers; DFlash needs at least 4.")
+    return DFlashConfig(
+        **fields,
+        num_layers=DFLASH_LAYERS,
+        block_size=depth + 1,
+        mask_token_id=vocab - 1 if mask_token_id is None else mask_token_id,
     )
 
 
 def build_fresh(
-    target_dir: str | Path, settings: FreshConfig, dtype: torch.dtype
-) -> Eagle3Draft:
+    target_dir: str | Path,
+    settings: FreshConfig,
+    dtype: torch.dtype,
+    method: str = Eagle3Config.method,
+    depth: int = 3,
+) -> Draft:
     """Build a fresh draft.
 
     Args:
         dtype: Floating dtype of the checkpoint; the engine's, see `distinct_copy`.
+        method, depth: See `fresh_config`.
     """
     target = TargetRows.load(target_dir)
-    config = fresh_config(target.config, settings)
+    mask = mask_token(target_dir, target.vocab_size)
+    config = fresh_config(target.config, settings, method, depth, mask)
     vocab = VocabMap.from_target_ids(
         first_target_ids(target_dir, config.vocab_size, config.draft_vocab_size),
         config.vocab_size,
@@ -128,7 +159,8 @@ def build_fresh(
     rows = target.lm_head.to(dtype)
     if vocab.is_identity:
         rows = distinct_copy(rows)
-    draft = Eagle3Draft.initialise(config, target.embed_tokens, rows, vocab, SEED)
+    module = KINDS[method].module
+    draft = module.initialise(config, target.embed_tokens, rows, vocab, SEED)
     draft.checkpoint_dtype = dtype
     return draft
 
@@ -161,6 +193,8 @@ def fresh_directory(
     settings: FreshConfig,
     dtype: torch.dtype,
     cache: Path | None = None,
+    method: str = Eagle3Config.method,
+    depth: int = 3,
 ) -> Path:
     """Return the directory of a fresh draft, built if it is not cached.
 
@@ -169,6 +203,7 @@ def fresh_directory(
     Args:
         dtype: The engine's dtype.
         cache: Cache folder; by default under `$XDG_CACHE_HOME` or `~/.cache`.
+        method, depth: See `fresh_config`.
 
     Raises:
         DraftError: The target has no usable rows, or the cache cannot be written.
@@ -177,14 +212,17 @@ def fresh_directory(
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
-        folder = root / _fingerprint(target_dir, settings, dtype)
+        facts = _facts(target_dir, settings, dtype)
+        if method != Eagle3Config.method:
+            facts |= {"method": method, "depth": depth}
+        folder = root / _fingerprint(facts)
         if _usable(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         _remove_abandoned(root)
         staged = Path(tempfile.mkdtemp(dir=root, prefix=".building-"))  # mode 0700
         try:
-            _write(staged, build_fresh(target_dir, settings, dtype))
+            _write(staged, build_fresh(target_dir, settings, dtype, method, depth))
             try:
                 staged.rename(folder)
             except OSError:
@@ -206,20 +244,23 @@ def default_cache() -> Path:
     return root / "vllm_tide" / "fresh"
 
 
-def _fingerprint(
+def _facts(
     target_dir: str | Path, settings: FreshConfig, dtype: torch.dtype
-) -> str:
-    facts = {
+) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "target": rows_fingerprint(target_dir),
         "settings": settings.model_dump(),
         "dtype": str(dtype),
     }
+
+
+def _fingerprint(facts: Mapping[str, Any]) -> str:
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
 
 
-def _write(folder: Path, draft: Eagle3Draft) -> None:
+def _write(folder: Path, draft: Draft) -> None:
     tensors = export_tensors(draft)
     mark = {MARK: {"format": FORMAT, "seed": SEED}}
     write_checkpoint(folder, hf_config(draft.config, tensors) | mark, tensors)
@@ -228,7 +269,7 @@ def _write(folder: Path, draft: Eagle3Draft) -> None:
 def _usable(folder: Path) -> bool:
     """Return whether names and shapes of a directory match its configuration."""
     try:
-        config = Eagle3Config.from_json(read_config(folder))
+        config = draft_config(read_config(folder))
         with safe_open(folder / "model.safetensors", framework="pt") as archive:
             names = set(archive.keys())
             shape = archive.get_slice("fc.weight").get_shape()
@@ -326,6 +367,20 @@ def _reserved(folder: Path) -> Iterator[int]:
     )
     added = _read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     yield from _ids(int(key) for key in added if str(key).isdigit())
+
+
+def mask_token(target_dir: str | Path, vocab_size: int) -> int:
+    """Return the token of DFlash's masked slots: one that texts do not contain.
+
+    The last special token, or the last id without a tokenizer.
+    """
+    added = _read(Path(target_dir) / "tokenizer.json").get("added_tokens") or []
+    special = [
+        item["id"]
+        for item in added
+        if isinstance(item, dict) and item.get("special") and "id" in item
+    ]
+    return max((i for i in special if 0 <= i < vocab_size), default=vocab_size - 1)
 
 
 def _ids(value: Any) -> Iterator[int]:

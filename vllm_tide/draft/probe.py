@@ -1,8 +1,8 @@
 """A forward pass over a few rows, from published tensors, to detect an overflow.
 
-Unlike `Eagle3Draft` it does not copy the draft, for which a server has no memory. It
-leaves out rotary embedding, which does not change magnitudes. The tensors alone do not
-show whether the logits overflow.
+Unlike a `Draft` it does not copy the tensors, for which a server has no memory. That of
+EAGLE-3 leaves out rotary embedding, which does not change magnitudes. The tensors alone
+do not show whether the logits overflow.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from vllm_tide.draft.checkpoint import canonical_name
-from vllm_tide.draft.config import Eagle3Config
-from vllm_tide.draft.eagle3 import LAYER
+from vllm_tide.draft.attention import packed_attention
+from vllm_tide.draft.config import DraftConfig
+from vllm_tide.draft.dflash import draft_blocks
+from vllm_tide.draft.dflash_config import DFlashConfig
+from vllm_tide.draft.eagle3_config import LAYER, Eagle3Config
+from vllm_tide.draft.kind import canonical
+from vllm_tide.draft.module import rms_norm
+from vllm_tide.draft.rows import RowLayout
 
 ROWS = 4
 
 
 @torch.no_grad()
 def probe_rows(
-    config: Eagle3Config, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    config: DraftConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Compute logits of random rows with a fixed seed.
 
@@ -34,7 +39,10 @@ def probe_rows(
     Returns:
         [ROWS, V_d] or [ROWS, H].
     """
-    w = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    w = canonical(tensors)
+    if isinstance(config, DFlashConfig):
+        return _dflash_rows(config, {n: t.to(dtype) for n, t in w.items()}, dtype)
+    assert isinstance(config, Eagle3Config)  # noqa: S101 - there are two kinds
     random = torch.Generator().manual_seed(0)
 
     def rows(size: int) -> Tensor:
@@ -74,3 +82,26 @@ def probe_rows(
     x = x + linear(F.silu(gate) * up, f"{LAYER}.mlp.down_proj")
     out = norm(x, "norm")
     return linear(out, "lm_head") if "lm_head.weight" in w else out
+
+
+def _dflash_rows(
+    config: DFlashConfig, w: Mapping[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(ROWS, config.feature_size, generator=random).to(dtype)
+    slots = torch.randn(1, ROWS + 1, config.hidden_size, generator=random).to(dtype)
+    context = F.linear(features, w["fc.weight"])
+    context = rms_norm(context, w["hidden_norm.weight"], config.rms_norm_eps)
+    frequencies = config.rope.inverse_frequencies(config.head_dim)
+    out = draft_blocks(
+        config,
+        dict(w),
+        context,
+        slots,
+        torch.arange(ROWS),
+        torch.tensor([ROWS - 1]),
+        RowLayout([0, ROWS], [ROWS], [], []),
+        torch.tensor(frequencies),
+        packed_attention,
+    )[0]
+    return F.linear(out, w["lm_head.weight"]) if "lm_head.weight" in w else out

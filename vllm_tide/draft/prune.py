@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 
@@ -64,7 +64,7 @@ def better_vocab(
     return new
 
 
-def reprune(draft: Eagle3Draft, vocab: VocabMap, target: TargetRows) -> Eagle3Draft:
+def reprune(draft: Draft, vocab: VocabMap, target: TargetRows) -> Draft:
     """Copy a draft with another vocabulary of the same size.
 
     An optimizer's state for `lm_head.weight` is then of the old rows.

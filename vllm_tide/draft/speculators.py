@@ -1,10 +1,10 @@
-"""The form of an EAGLE-3 draft that the speculators library writes, for vLLM 0.32.
+"""The form of a draft that the speculators library writes, for vLLM 0.32.
 
 vLLM (`transformers_utils/configs/speculators`) reads the model's configuration from
-`transformer_layer_config`, copies some EAGLE-3 fields from the top level into it, and
+`transformer_layer_config`, copies some of the kind's fields from the top level, and
 reads target and number of draft tokens from `speculators_config`, so that `vllm serve
-DIR` suffices. Tensors are those of the Hugging Face form with `layers.0.` for
-`midlayer.`.
+DIR` suffices. Tensors are those of the kind's own form, with `layers.0.` for
+EAGLE-3's `midlayer.`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_tide.draft.checkpoint import canonical_name, dtype_name, write_checkpoint
-from vllm_tide.draft.config import DraftError, Eagle3Config
-from vllm_tide.draft.eagle3 import LAYER
-
-# Keys outside of the layer's configuration, and keys of the Hugging Face form only.
-_TOP_KEYS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "eagle_aux_hidden_state_layer_ids",
-)
-_HF_KEYS = ("architectures", "num_aux_hidden_states")
-_DEFAULT_NUM_AUX = 3  # vLLM's default
+from vllm_tide.draft.checkpoint import dtype_name, write_checkpoint
+from vllm_tide.draft.config import DraftConfig, DraftError
+from vllm_tide.draft.eagle3_config import LAYER
+from vllm_tide.draft.kind import canonical
 
 
 @dataclass(frozen=True)
@@ -63,27 +51,19 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 
 def speculators_config(
-    config: Eagle3Config, verifier: Verifier, dtype: str
+    config: DraftConfig, verifier: Verifier, dtype: str
 ) -> dict[str, Any]:
     """Return the `config.json` of speculators' form.
 
     Args:
         dtype: Torch's name of the tensors' dtype.
     """
-    flat = config.to_json()
-    layer = {k: v for k, v in flat.items() if k not in (*_TOP_KEYS, *_HF_KEYS)}
-    if layer["rope_scaling"] is None:
-        # vLLM sets every key as an attribute; None would remove the parameters.
-        del layer["rope_scaling"]
-    if config.num_aux != _DEFAULT_NUM_AUX:
-        # vLLM reads it from the model's configuration only, not from the top level.
-        layer["num_aux_hidden_states"] = config.num_aux
+    top, layer = config.to_speculators()
     return {
-        "architectures": ["Eagle3Speculator"],
-        **{key: flat[key] for key in _TOP_KEYS},
-        "speculators_model_type": "eagle3",
+        **top,
+        "speculators_model_type": config.method,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": config.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -126,16 +106,9 @@ def read_verifier(raw: Mapping[str, Any]) -> Verifier | None:
         ) from None
 
 
-def speculators_name(name: str) -> str:
-    name = canonical_name(name)
-    if name.startswith(f"{LAYER}."):
-        return "layers.0." + name.removeprefix(f"{LAYER}.")
-    return name
-
-
 def save_speculators(
     directory: str | Path,
-    config: Eagle3Config,
+    config: DraftConfig,
     tensors: Mapping[str, Tensor],
     verifier: Verifier,
 ) -> None:
@@ -145,6 +118,9 @@ def save_speculators(
         directory: Created if absent; its files are replaced atomically.
         tensors: As from `export_tensors`, by any accepted name.
     """
-    named = {speculators_name(name): tensor for name, tensor in tensors.items()}
+    named = {
+        name.replace(f"{LAYER}.", "layers.0."): tensor
+        for name, tensor in canonical(tensors).items()
+    }
     body = speculators_config(config, verifier, dtype_name(named))
     write_checkpoint(directory, body, named)

@@ -28,6 +28,7 @@ from vllm_tide.engine.adaptive_arguments import (
 )
 from vllm_tide.speculative import (
     FRESH,
+    METHODS,
     MODEL_MISSING,
     is_inline,
     merged,
@@ -86,13 +87,17 @@ def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> No
     try:
         size, device = target.get_vocab_size(), tide.train.device
         settings = with_vocab_size(tide.fresh, size, device)
-        folder = fresh_directory(where, settings, target.dtype)
+        method = config.get("method") or METHODS[0]
+        depth = config.get("num_speculative_tokens") or 1
+        folder = fresh_directory(
+            where, settings, target.dtype, method=method, depth=depth
+        )
     except DraftError as error:
         raise ConfigError(
             f"model: no fresh draft can be built for {target.model!r}: {error}"
         ) from None
     config["model"] = str(folder)
-    config["method"] = "eagle3"
+    config["method"] = method
     logger.info(
         "tide: serving a fresh draft from %s under policy %r",
         folder,
@@ -166,7 +171,8 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
     if model == FRESH:
         use_fresh_draft(config, tide, target)
         model = config["model"]
-    check_draft(model, config.get("revision"), target)
+    method, depth = config.get("method"), config.get("num_speculative_tokens")
+    config["method"] = check_draft(model, config.get("revision"), target, method, depth)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
     if tide.control.policy != "static" and not config.get(KNOB):
@@ -178,11 +184,22 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         config.setdefault("disable_eagle_block_drop", True)
 
 
-def check_draft(model: str, revision: str | None, target: Any) -> None:
+def check_draft(
+    model: str,
+    revision: str | None,
+    target: Any,
+    method: str | None = None,
+    depth: int | None = None,
+) -> str:
     """Check the configuration and the tensor shapes of a draft against the target.
 
     Args:
         model: Directory or hub name of the draft.
+        method: vLLM's name of the kind; None: the draft's.
+        depth: num_speculative_tokens, if known.
+
+    Returns:
+        The draft's `method`.
 
     Raises:
         ConfigError: It does not fit the target, or its files cannot be used.
@@ -190,7 +207,9 @@ def check_draft(model: str, revision: str | None, target: Any) -> None:
     folder = _draft_folder(model, revision)
     draft = _draft_config(folder)
     _check_fit(model, draft, target)
+    kind = _check_kind(model, draft, method, depth)
     _check_sizes(model, folder, draft, target)
+    return kind
 
 
 def _check_run_dir(tide: TideConfig) -> None:
@@ -293,6 +312,11 @@ def _check_v2(vllm_config: Any) -> None:
             "probability of the drafted token is not available to tide on Model Runner "
             "V2; set it to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
         )
+    if speculative.parallel_drafting:
+        raise ConfigError(
+            f"method: tide supports {speculative.method!r} on Model Runner V1 only "
+            "(the CPU backend); set it to 'eagle3', or remove the tide section."
+        )
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ConfigError(
             "--enable-batch-sharded-sampling: tide needs the logits of all requests on "
@@ -388,23 +412,51 @@ def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
         )
 
 
+def _check_kind(
+    model: str, draft: dict[str, Any], method: str | None, depth: int | None
+) -> str:
+    """Return vLLM's `method` for a draft; compare it with the configured one."""
+    from vllm_tide.draft.kind import method_of
+
+    kind = method_of(draft)
+    if method is not None and method != kind:
+        raise ConfigError(
+            f"method: {method!r}, but the draft {model!r} is of the kind {kind!r}; set "
+            f"it to {kind!r}, or leave it out."
+        )
+    block = draft.get("block_size")
+    if isinstance(block, int) and depth is not None and depth >= block:
+        raise ConfigError(
+            f"num_speculative_tokens: {depth}, but the draft {model!r} was trained for "
+            f"blocks of {block} tokens, of which one is known; set at most {block - 1}."
+        )
+    return kind
+
+
 def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -> None:
     """Compare the configured sizes with the headers of the tensors on this machine."""
-    from vllm_tide.draft.checkpoint import canonical_name, check_shapes, stored_shapes
-    from vllm_tide.draft.config import DraftError, Eagle3Config, UnsupportedDraft
+    from vllm_tide.draft.checkpoint import check_shapes, stored_shapes
+    from vllm_tide.draft.config import DraftError, UnsupportedDraft
+    from vllm_tide.draft.kind import canonical, draft_config, method_of
 
     layers = {"num_hidden_layers": target.get_total_num_hidden_layers()}
     try:
-        config = Eagle3Config.from_json(draft, layers)
-        stored = stored_shapes(folder)
-        check_shapes(config, {canonical_name(n): stored[n] for n in stored})
-    except UnsupportedDraft:
-        return  # vLLM may support it; the trainer reports why it does not
+        config = draft_config(draft, layers)
+        check_shapes(config, canonical(stored_shapes(folder)))
+    except UnsupportedDraft as error:
+        if method_of(draft) == METHODS[0]:
+            return  # vLLM may support it; the trainer reports why it does not
+        raise ConfigError(f"model: draft {model!r} cannot be used: {error}") from None
     except DraftError as error:
         raise ConfigError(
             f"model: draft {model!r} cannot be used: {error} Use another draft, or "
             "repair its files."
         ) from None
+    if max(config.aux_layer_ids) > layers["num_hidden_layers"]:
+        raise ConfigError(
+            f"model: draft {model!r} reads layer {max(config.aux_layer_ids)}, but the "
+            f"target has {layers['num_hidden_layers']}; use a draft trained for it."
+        )
 
 
 def _sentences(error: BaseException) -> Iterator[str]:

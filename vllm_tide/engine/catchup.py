@@ -3,8 +3,9 @@
 A step without drafting leaves its tokens out of the draft's KV cache. Upstream avoids
 that by running the draft's first pass anyway. Here the target's features are stored (on
 a CPU their tensors are not overwritten) and passed to the draft in one batched pass
-when drafting resumes. The memory is bounded. Dropped features leave a hole, which only
-lowers acceptance of the affected requests.
+when drafting resumes. DFlash's entries need the features only, and no pass. The memory
+is bounded. Dropped features leave a hole, which only lowers acceptance of the affected
+requests.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class DraftBacklog:
 
         Returns:
             [m, H], the draft's last hidden state at each request's last position; zero
-            for requests without missing positions.
+            for requests without missing positions, and with DFlash.
         """
         spans = [self._span(int(slot)) for slot in slots]
         drafter = self._runner.drafter
@@ -201,6 +202,12 @@ class DraftBacklog:
         num_rows = len(rows)
         metadata = self._metadata(pieces, spans, indices, positions, attention)
         features = self._features(rows)
+        if self._runner.speculative_config.parallel_drafting:
+            context = drafter.model.combine_hidden_states(features)
+            drafter.model.precompute_and_store_context_kv(
+                context, torch.from_numpy(positions), metadata.slot_mapping
+            )
+            return
         drafter.hidden_states[:num_rows] = drafter.model.combine_hidden_states(features)
         drafter.input_ids[:num_rows] = torch.from_numpy(tokens)
         drafter._set_positions(num_rows, torch.from_numpy(positions))

@@ -47,6 +47,8 @@ class ControlV1(Control):
         runner: vLLM's `GPUModelRunner` (V1) or its CPU subclass.
         agree: Broadcasts the leader's integer to all ranks; identity for one rank.
         memory: Whether the n-gram memory is on.
+        block: Whether one draft pass drafts all tokens (DFlash). Its length does not
+            change; only the verified tokens do.
 
     Attributes:
         same: The step drafts nothing and has the same batch as the last step.
@@ -63,6 +65,7 @@ class ControlV1(Control):
         agree: Callable[[int], int],
         leader: bool,
         memory: bool = False,
+        block: bool = False,
     ) -> None:
         capacity = int(runner.max_num_reqs)
         super().__init__(capacity, int(runner.max_model_len), config, most)
@@ -72,7 +75,8 @@ class ControlV1(Control):
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
-        self.timer = StepTimer()
+        self._block_rows = 1 + most if block else 0  # of a request's draft pass
+        self.timer = StepTimer(block_rows=self._block_rows)
         self._sample: StepSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
@@ -286,7 +290,8 @@ class ControlV1(Control):
             )
         self._sample = None
         waiting = int(self._backlog.missing[slots].sum())
-        batch = self._batch(slots, context, emitted, now, num_rows, waiting)
+        rows = self._block_rows * len(slots) or num_rows
+        batch = self._batch(slots, context, emitted, now, rows, waiting)
         if self._recalled is not None:
             batch.memory = self._recalled[1]
             batch.memory.force = self._left_out >= _LEFT_OUT
@@ -295,13 +300,16 @@ class ControlV1(Control):
         self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
         if plan.reason == "check":  # measures a step without drafts
             self._recalled = None
+        if self._block_rows and plan.passes:
+            return self.num_speculative_tokens
         return min(plan.passes, self.num_speculative_tokens)
 
     def on_draft_logits(self, confidence: torch.Tensor) -> None:
         """Store the confidences of a draft pass.
 
         Args:
-            confidence: float [n], largest probability of the draft for each request.
+            confidence: float [n], largest probability of the draft for each request;
+                [n * K] for a block, request-major.
         """
         self.timer.drafted()
         self._steps += 1
@@ -315,7 +323,9 @@ class ControlV1(Control):
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
-        if self._steps == self._asked and self._steps and self.policy is not None:
+        if self._block_rows and self._steps:
+            self._contain("end", self._pass_block)
+        elif self._steps == self._asked and self._steps and self.policy is not None:
             # `go_on` is not called after the last pass, but its confidence counts.
             self._contain("end", self._pass_confidence)
         sample = self.timer.end(self._timed)
@@ -410,6 +420,12 @@ class ControlV1(Control):
         self._memory_count += np.array(counts)
         return np.where(memory, 0, drafts)
 
+    def _pass_block(self) -> None:
+        if self.policy is None or self._confidence is None:
+            return
+        confidence = self._confidence.numpy().reshape(len(self._planned), -1)
+        self.policy.take_block(confidence.T)
+
     def _pass_confidence(self) -> bool:
         if self.policy is None or self._confidence is None:
             return True
@@ -436,6 +452,7 @@ class ControlV1(Control):
             context=int(decoding.sum()),
             verified=verified,
             steps=self._steps,
+            first_rows=self._block_rows * len(decoding) or len(decoding) + verified,
         )
 
     def _start_again(self, now: float) -> bool:

@@ -6,6 +6,10 @@ backend's packed oneDNN weights. On a GPU an unquantised draft uses its paramete
 loaded, so its weights are only copied in place, on the current stream and without extra
 memory. Modules shared with the target are removed from the draft during the reload,
 because the reload must not change the target.
+
+A DFlash draft also holds the key and value weights of all layers in one tensor, for its
+context. Upstream builds it once, in `load_weights`; here its values are replaced in
+place, as captured graphs have its address.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
-from vllm_tide.draft.config import DraftError, Eagle3Config, read_config
+from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.kind import canonical, draft_config
+from vllm_tide.draft.module import rms_norm
 from vllm_tide.draft.probe import probe_rows
 from vllm_tide.engine.staged_draft import DraftRefused
 
@@ -118,16 +125,58 @@ def install(
         set_current_vllm_config(vllm_config),
         torch.device(vllm_config.device_config.device),
         _without(draft, shared),
+        _context_weights_kept(draft),
     ):
         if loads_in_place(draft):
             draft.load_weights(weights)
-            return
-        initialize_layerwise_reload(draft)
-        try:
-            draft.load_weights(weights)
-        finally:
-            # Also after a failure: restores every layer that was not loaded.
-            finalize_layerwise_reload(draft, model_config)
+        else:
+            initialize_layerwise_reload(draft)
+            try:
+                draft.load_weights(weights)
+            finally:
+                # Also after a failure: restores every layer that was not loaded.
+                finalize_layerwise_reload(draft, model_config)
+    _fill_context_weights(draft, tensors)
+
+
+_BUILD = "_build_fused_kv_buffers"
+
+
+@contextmanager
+def _context_weights_kept(draft: nn.Module) -> Iterator[None]:
+    """Keep `load_weights` from building new tensors for a DFlash draft's context."""
+    model = getattr(draft, "model", None)
+    if not hasattr(model, _BUILD):
+        yield
+        return
+    setattr(model, _BUILD, lambda: None)
+    try:
+        yield
+    finally:
+        delattr(model, _BUILD)
+
+
+def _fill_context_weights(
+    draft: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy the published weights of the context into a DFlash draft's own tensors."""
+    model: Any = getattr(draft, "model", None)
+    if not hasattr(model, _BUILD):
+        return
+    if model._fused_kv_weight is None:
+        raise DraftRefused("install", "the draft's weights are quantised.")
+    named, rows, norms = canonical(tensors), [], []
+    for i, layer in enumerate(model.layers):
+        attention, prefix = layer.self_attn, f"layers.{i}.self_attn."
+        projection = attention.qkv_proj
+        first = projection.tp_rank // projection.num_kv_head_replicas
+        first *= attention.kv_size
+        own = slice(first, first + attention.kv_size)
+        rows += [named[f"{prefix}{part}_proj.weight"][own] for part in "kv"]
+        norms.append(named[f"{prefix}k_norm.weight"])
+    model._fused_kv_weight.copy_(torch.cat(rows))
+    model._k_norm_weights.copy_(torch.stack(norms))
+    model._hidden_norm_weight.copy_(named["hidden_norm.weight"])
 
 
 def overflow_check(
@@ -146,7 +195,7 @@ def overflow_check(
     dtype = vllm_config.speculative_config.draft_model_config.dtype
     try:
         raw = read_config(checkpoint)
-        config = Eagle3Config.from_json(raw, {"num_hidden_layers": layers})
+        config = draft_config(raw, {"num_hidden_layers": layers})
     except DraftError:
         return None
 
@@ -157,26 +206,28 @@ def overflow_check(
     return check
 
 
-def _expected(tensors: Mapping[str, torch.Tensor], names: list[str]) -> torch.Tensor:
-    parts = []
-    for name in names:
-        for prefix in ("midlayer.", "layers.0."):
-            if prefix + name in tensors:
-                parts.append(tensors[prefix + name].float())
-    return torch.cat(parts) if parts else torch.empty(0)
+def _probed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weight of each linear layer of the draft by the layer's path."""
+    out = {"model.fc": tensors["fc.weight"]}
+    prefixes = [
+        name.removesuffix(_O_PROJ) for name in tensors if name.endswith(_O_PROJ)
+    ]
+    for prefix in prefixes:
+        number = prefix.split(".")[1] if prefix.startswith("layers.") else "0"
+        for path, parts in _LAYER.items():
+            names = [f"{prefix}{part}.weight" for part in parts]
+            out[f"model.layers.{number}.{path}"] = torch.cat(
+                [tensors[n] for n in names]
+            )
+    return out
 
 
-_PROBED = {
-    "model.fc": [],
-    "model.layers.0.self_attn.qkv_proj": [
-        f"self_attn.{part}_proj.weight" for part in "qkv"
-    ],
-    "model.layers.0.self_attn.o_proj": ["self_attn.o_proj.weight"],
-    "model.layers.0.mlp.gate_up_proj": [
-        "mlp.gate_proj.weight",
-        "mlp.up_proj.weight",
-    ],
-    "model.layers.0.mlp.down_proj": ["mlp.down_proj.weight"],
+_O_PROJ = "self_attn.o_proj.weight"
+_LAYER = {
+    "self_attn.qkv_proj": [f"self_attn.{part}_proj" for part in "qkv"],
+    "self_attn.o_proj": ["self_attn.o_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
 }
 
 
@@ -195,20 +246,52 @@ def verify_installed(draft: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
         want = tensors["d2t"].to("cpu", mapping.dtype)
         if not torch.equal(mapping.cpu(), want):
             raise DraftRefused("install", "the draft's vocabulary (d2t) is unchanged.")
-    modules = dict(draft.named_modules())
-    for path, names in _PROBED.items():
+    modules, named = dict(draft.named_modules()), canonical(tensors)
+    for path, weight in _probed(named).items():
         module = modules.get(path)
-        want = tensors["fc.weight"].float() if not names else _expected(tensors, names)
-        if module is None or want.numel() == 0:
+        if module is None:
             continue
         dtype = getattr(module, "params_dtype", torch.float32)
-        # A fixed ramp, so that the engine's random state is not used.
-        probe = torch.linspace(-1, 1, want.shape[1]).to(dtype)[None]
-        weight = next(module.parameters(), probe)  # gives the module's device
-        got = module(probe.to(weight.device))
-        got = (got[0] if isinstance(got, tuple) else got).float().cpu()
-        expect = probe.float() @ want.to(dtype).float().T
-        scale = expect.abs().max().clamp(min=1e-6)
-        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        if not bool(((got - expect).abs() <= tolerance * scale).all()):
-            raise DraftRefused("install", f"layer {path} does not use the new weights.")
+        parameter = next(module.parameters(), weight)  # gives the module's device
+        probe = _ramp(weight.shape[1], dtype)
+        got = module(probe.to(parameter.device))
+        got = got[0] if isinstance(got, tuple) else got
+        _compare(path, got, probe, weight)
+    _verify_context(getattr(draft, "model", None), named)
+
+
+def _verify_context(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check the keys and values that a DFlash draft computes for its context."""
+    if not hasattr(model, _BUILD):
+        return
+    count, heads, dim = len(model.layers), model._num_kv_heads, model._head_dim
+    norm, eps = tensors["hidden_norm.weight"], model._rms_norm_eps
+    dtype, device = model._fused_kv_weight.dtype, model._fused_kv_weight.device
+    probe = _ramp(norm.numel(), dtype)
+    keys, values = model._project_context_kv(probe.to(device), 1, count, heads, dim)
+    normed = rms_norm(probe, norm.to(dtype), eps)
+    for i in range(count):
+        for part, got in (("k", keys[i]), ("v", values[i])):
+            name = f"layers.{i}.self_attn.{part}_proj.weight"
+            _compare(
+                f"{name} of the context", got.flatten()[None], normed, tensors[name]
+            )
+        want = tensors[f"layers.{i}.self_attn.k_norm.weight"].to("cpu", dtype)
+        if not torch.equal(model._k_norm_weights[i].cpu(), want):
+            raise DraftRefused("install", f"k_norm of layer {i} is the old one.")
+
+
+def _ramp(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a probe [1, size] that does not use the engine's random state."""
+    return torch.linspace(-1, 1, size).to(dtype)[None]
+
+
+def _compare(
+    path: str, got: torch.Tensor, probe: torch.Tensor, weight: torch.Tensor
+) -> None:
+    dtype = probe.dtype
+    expect = probe.float() @ weight.to("cpu", dtype).float().T
+    scale = expect.abs().max().clamp(min=1e-6)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    if not bool(((got.float().cpu() - expect).abs() <= tolerance * scale).all()):
+        raise DraftRefused("install", f"layer {path} does not use the new weights.")

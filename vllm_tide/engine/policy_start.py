@@ -41,7 +41,10 @@ def first_guess(worker: Any) -> TimeModel:
         return ForwardModel((1,), (seconds,), alpha)
 
     draft = forward(share * _STEP_S, drafter)
-    return TimeModel(forward(_STEP_S, model), draft, draft)
+    further = draft
+    if config.speculative_config.parallel_drafting:  # one pass drafts all tokens
+        further = ForwardModel((1,), (0.0,), 0.0)
+    return TimeModel(forward(_STEP_S, model), draft, further)
 
 
 def _weight_bytes(model: Any, parallel: Any) -> float:

@@ -149,6 +149,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
             self.agree,
             self._leader,
             self._config.test_time.memory != "off",
+            bool(worker.vllm_config.speculative_config.parallel_drafting),
         )
 
 

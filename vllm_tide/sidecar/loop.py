@@ -394,23 +394,23 @@ class Sidecar:
                 "trained draft would have a low acceptance."
             )
         self._target_path, self._draft_path = target_path, draft_path
+        steps = draft.num_steps(self.config.ttt_steps, manifest.num_speculative_tokens)
+        config = self.config.model_copy(update={"ttt_steps": steps})
         stepper: Stepper
         if ranks is None:
-            stepper = OneRank(draft, target, self.config)
+            stepper = OneRank(draft, target, config)
         elif ranks.mesh.device_type != target.lm_head.device.type:
             raise DraftError(
                 f"tide.train.device is {self.config.device!r}, but the other ranks use "
                 f"{ranks.mesh.device_type!r}; set it for them with --config."
             )
         else:
-            setup = setup_of(
-                str(target_path), str(draft_path), manifest.shared, self.config
-            )
-            stepper = LeadRank(ranks, draft, target, self.config, setup)
+            setup = setup_of(str(target_path), str(draft_path), manifest.shared, config)
+            stepper = LeadRank(ranks, draft, target, config, setup)
         return Trainer(
             draft,
             target,
-            self.config,
+            config,
             num_speculative_tokens=manifest.num_speculative_tokens,
             feature_dtype=manifest.feature_dtype,
             draft_sample_method=manifest.draft_sample_method,

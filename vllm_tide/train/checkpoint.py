@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.train.step import TrainStep
 from vllm_tide.transport.rendezvous import read_small, sync_directory
 from vllm_tide.transport.shm import MALFORMED
@@ -59,7 +59,7 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def draft_fingerprint(draft: Eagle3Draft) -> str:
+def draft_fingerprint(draft: Draft) -> str:
     """Return a digest of the config and vocabulary that a checkpoint must match.
 
     `lm_head` is stored whether it is trained or not, so that is not part of it.
@@ -171,7 +171,7 @@ def load(path: str | Path, step: TrainStep) -> TrainState:
     return state
 
 
-def verify(path: str | Path, draft: Eagle3Draft) -> tuple[TrainState, int]:
+def verify(path: str | Path, draft: Draft) -> tuple[TrainState, int]:
     """Check all files; return the state and the AdamW update count (leader).
 
     Raises:

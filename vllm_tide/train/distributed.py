@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import checkpoint
@@ -45,7 +45,7 @@ from vllm_tide.transport.shm import TransportError
 class _Loss(nn.Module):
     """The loss of a batch as a module, which FSDP's forward hooks require."""
 
-    def __init__(self, draft: Eagle3Draft) -> None:
+    def __init__(self, draft: Draft) -> None:
         super().__init__()
         self.draft = draft
 
@@ -56,14 +56,14 @@ class _Loss(nn.Module):
 class ShardedStep(TrainStep):
     """A `TrainStep` with the draft sharded over all ranks (FSDP2).
 
-    `Eagle3Draft` reads its parameters directly, without the forward of submodules, so
+    A draft reads its parameters directly, without the forward of submodules, so
     the whole loss is one module and FSDP gathers around its forward. The weights stay
     gathered until the backward pass: a draft has one layer, so resharding in between
     saves no memory.
     """
 
     def __init__(
-        self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
+        self, draft: Draft, target: TargetRows, config: TrainConfig, ranks: Ranks
     ) -> None:
         self._module = _Loss(draft)
         # Imported here: a single rank does not need FSDP.
@@ -106,15 +106,13 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
 HEARTBEAT_S = 30.0  # longest time between two commands of an idle leader
 
 # Setup sent by the leader -> (draft of that shape, target, knobs).
-Build = Callable[[dict[str, Any]], tuple[Eagle3Draft, TargetRows, TrainConfig]]
+Build = Callable[[dict[str, Any]], tuple[Draft, TargetRows, TrainConfig]]
 
 
 class OneRank:
     """Training steps in one process; `LeadRank` has the same methods for many."""
 
-    def __init__(
-        self, draft: Eagle3Draft, target: TargetRows, config: TrainConfig
-    ) -> None:
+    def __init__(self, draft: Draft, target: TargetRows, config: TrainConfig) -> None:
         self.step = TrainStep(draft, target, config)
 
     def run(
@@ -133,7 +131,7 @@ class OneRank:
         """Restart from the trainer's draft; clear the optimizer's moments."""
         self.step.reset()
 
-    def replace(self, draft: Eagle3Draft) -> None:
+    def replace(self, draft: Draft) -> None:
         """Use another draft object, possibly with another vocabulary."""
         self.step = TrainStep(draft, self.step.target, self.step.config)
 
@@ -183,7 +181,7 @@ class LeadRank:
     def __init__(
         self,
         ranks: Ranks,
-        draft: Eagle3Draft,
+        draft: Draft,
         target: TargetRows,
         config: TrainConfig,
         setup: dict[str, Any],
@@ -237,7 +235,7 @@ class LeadRank:
         copy = _draft_like(draft, tensors, draft.vocab, draft.owns_lm_head)
         self.step = ShardedStep(copy, self._target, self._config, self.ranks)
 
-    def replace(self, draft: Eagle3Draft) -> None:
+    def replace(self, draft: Draft) -> None:
         self.draft = draft
         self.restore()
 
@@ -318,7 +316,7 @@ def setup_of(
     }
 
 
-def load_setup(setup: dict[str, Any]) -> tuple[Eagle3Draft, TargetRows, TrainConfig]:
+def load_setup(setup: dict[str, Any]) -> tuple[Draft, TargetRows, TrainConfig]:
     from vllm_tide.draft.checkpoint import load_draft
 
     config = TrainConfig.model_validate(setup["config"])
@@ -380,7 +378,7 @@ def _write(staged: str | Path, step: ShardedStep) -> OSError | None:
     return None
 
 
-def _recv_draft(base: Eagle3Draft, command: dict[str, Any]) -> Eagle3Draft:
+def _recv_draft(base: Draft, command: dict[str, Any]) -> Draft:
     size = command["draft_vocab_size"]
     vocab = VocabMap.identity(base.config.vocab_size)
     if not command["identity"]:
@@ -396,10 +394,10 @@ def _recv_draft(base: Eagle3Draft, command: dict[str, Any]) -> Eagle3Draft:
 
 
 def _draft_like(
-    base: Eagle3Draft, tensors: dict[str, Tensor], vocab: VocabMap, owns_lm_head: bool
-) -> Eagle3Draft:
+    base: Draft, tensors: dict[str, Tensor], vocab: VocabMap, owns_lm_head: bool
+) -> Draft:
     config = replace(base.config, draft_vocab_size=vocab.target_ids.numel())
-    return Eagle3Draft(
+    return type(base)(
         config,
         tensors,
         vocab,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
 from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows, take_batch
@@ -144,7 +144,7 @@ def _ratio_error(pairs: list[tuple[float, float]]) -> float:
 
 @torch.no_grad()
 def evaluate(
-    draft: Eagle3Draft,
+    draft: Draft,
     target: TargetRows,
     samples: Iterable[Sample],
     num_steps: int,
@@ -183,7 +183,7 @@ def evaluate(
 def _target_probs(
     batch: PackedBatch,
     used: Tensor,
-    draft: Eagle3Draft,
+    draft: Draft,
     target: TargetRows,
     rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def _target_probs(
 
 def _add_batch(
     result: Evaluation,
-    draft: Eagle3Draft,
+    draft: Draft,
     target: TargetRows,
     rows: Tensor,
     batch: PackedBatch,
@@ -225,7 +225,7 @@ def _add_batch(
     device = rows.device
     inputs = batch.tokens, batch.features, batch.positions
     tokens, features, positions = on_device(inputs, device)
-    outputs = draft.forward_ttt(
+    outputs = draft.forward_steps(
         tokens,
         features,
         positions,
@@ -233,6 +233,7 @@ def _add_batch(
         on_device(steps, device),
         weights["fc.weight"].dtype,
         weights,
+        depth=result.num_steps,
         attention=attention,
     )
     used, index = torch.unique(plan.teacher, return_inverse=True)
@@ -261,7 +262,7 @@ def _add_batch(
 
 
 def _accept(
-    draft: Eagle3Draft,
+    draft: Draft,
     weights: dict[str, Tensor],
     normed: Tensor,
     probs: Tensor,

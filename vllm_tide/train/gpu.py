@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import GIB, TrainConfig
-from vllm_tide.draft.config import DraftError, Eagle3Config
+from vllm_tide.draft.config import DraftConfig, DraftError
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -64,7 +64,7 @@ def memory_message(device: str, what: str, batch_tokens: int | None = None) -> s
 
 
 def training_bytes(
-    trained: int, frozen_bytes: int, config: TrainConfig, draft: Eagle3Config
+    trained: int, frozen_bytes: int, config: TrainConfig, draft: DraftConfig
 ) -> int:
     """Return an upper estimate of the device memory of training (bytes).
 
@@ -76,7 +76,7 @@ def training_bytes(
         frozen_bytes: Embedding and lm_head rows of the target, and shared weights.
     """
     values = 20 * draft.hidden_size + 6 * draft.intermediate_size
-    rows = config.batch_tokens * config.ttt_steps
+    rows = draft.computed_rows(config.batch_tokens, config.ttt_steps)
     return 22 * trained + frozen_bytes + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
 
 

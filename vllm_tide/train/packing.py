@@ -200,7 +200,7 @@ class LossRows:
     """L loss rows: committed rows of every step, then branch rows of every step.
 
     Attributes:
-        order: int64 [L], index into the concatenated outputs of `forward_ttt`.
+        order: int64 [L], index into the concatenated outputs of `forward_steps`.
         teacher: int64 [L], row of the batch's teacher.
         step: int64 [L], training-time-test step.
         doc: int64 [L], document of the batch.

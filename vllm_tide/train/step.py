@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.config import TrainConfig
-from vllm_tide.draft.eagle3 import Eagle3Draft, Weights
+from vllm_tide.draft.module import Draft, Weights
 from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 BETAS = (0.9, 0.95)
 COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
 GRAD_CLIP = 1.0  # largest global gradient norm, as in EAGLE-3's trainers
-STEP_DECAY = 0.8  # weight of each further training-time-test step (EAGLE-3)
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # CPU flags; bf16 on aarch64
 _BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
 
@@ -119,7 +118,7 @@ class TrainStep:
 
     def __init__(
         self,
-        draft: Eagle3Draft,
+        draft: Draft,
         target: TargetRows,
         config: TrainConfig,
         reduce: Reduce | None = None,
@@ -155,7 +154,7 @@ class TrainStep:
     @property
     def trains_branches(self) -> bool:
         """True if batches need rejected branches."""
-        return bool(self.mix.branch)
+        return bool(self.mix.branch) and self.draft.trains_branches
 
     def has_rows(self, mix: LossMix, target_ids: Tensor) -> bool:
         """Return whether `target_rows` fit a draft vocabulary and these terms."""
@@ -191,7 +190,7 @@ class TrainStep:
         self.optimizer.step()
         losses = sums.step_losses
         return StepResult(
-            loss=sum(x * STEP_DECAY**i for i, x in enumerate(losses)),
+            loss=sum(x * self.draft.step_decay**i for i, x in enumerate(losses)),
             step_losses=losses,
             grad_norm=norm,
             num_tokens=sums.num_tokens,
@@ -215,7 +214,9 @@ class TrainStep:
         config = self.config
         weights = self.draft.compute_weights(self.dtype)
         outputs = None if work is None else self._forward(work, weights)
-        summer = LossSummer(self.mix, config.ttt_steps, STEP_DECAY, self.reduce)
+        summer = LossSummer(
+            self.mix, config.ttt_steps, self.draft.step_decay, self.reduce
+        )
         per_row = summer.weigh(
             None if work is None else work.rows,
             None if work is None else work.labels,
@@ -231,9 +232,9 @@ class TrainStep:
 
     def _plan(self, batch: PackedBatch) -> Work | None:
         mix, num_steps = self.mix, self.config.ttt_steps
-        kinds = {"committed": bool(mix.committed), "branches": bool(mix.branch)}
+        kinds = {"committed": bool(mix.committed), "branches": self.trains_branches}
         steps = plan_rows(batch, num_steps, **kinds)
-        return self._work(batch, steps) if steps else None
+        return self._work(batch, self.draft.choose_rows(steps)) if steps else None
 
     def _work(self, batch: PackedBatch, steps: list[StepRows]) -> Work:
         rows = LossRows.from_plan(batch, steps)
@@ -244,7 +245,7 @@ class TrainStep:
         batch = work.batch
         inputs = batch.tokens, batch.features, batch.positions, work.rows.order
         tokens, features, positions, order = on_device(inputs, self.device)
-        outputs = self.draft.forward_ttt(
+        outputs = self.draft.forward_steps(
             tokens,
             features,
             positions,
@@ -252,10 +253,11 @@ class TrainStep:
             on_device(work.steps, self.device),
             self.dtype,
             weights,
+            depth=self.config.ttt_steps,
             attention=self.config.attention,
         )
         joined = torch.cat(outputs)
-        return joined[order] if self.mix.branch else joined
+        return joined[order] if self.trains_branches else joined
 
     def _lm_head_loss(
         self, work: Work, outputs: Tensor, weights: Weights, per_row: Tensor

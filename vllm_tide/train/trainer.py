@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.checkpoint import digest, export_tensors
-from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.module import Draft
 from vllm_tide.draft.prune import LiveVocabulary, reprune
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
@@ -70,7 +70,7 @@ class Trainer:
 
     def __init__(
         self,
-        draft: Eagle3Draft,
+        draft: Draft,
         target: TargetRows,
         config: TrainConfig,
         *,
@@ -292,7 +292,7 @@ class Trainer:
 
     def evaluate(
         self,
-        draft: Eagle3Draft | None = None,
+        draft: Draft | None = None,
         progress: Progress | None = None,
         samples: list[Sample] | None = None,
     ) -> Evaluation:
@@ -326,7 +326,7 @@ class Trainer:
         return out
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """Return live tensors by EAGLE-3 name, in the checkpoint's dtype."""
+        """Return live tensors by parameter, in the checkpoint's dtype."""
         return export_tensors(self.live)
 
     def live_digest(self) -> str:
@@ -430,7 +430,7 @@ class Trainer:
         if vocab is not None:
             self._use_draft(reprune(self.draft, vocab, self.target))
 
-    def _with_vocabulary_of(self, tensors: dict[str, Tensor]) -> Eagle3Draft:
+    def _with_vocabulary_of(self, tensors: dict[str, Tensor]) -> Draft:
         """Return the candidate, repruned if `tensors` have another vocabulary."""
         if "d2t" not in tensors or self.draft.vocab.is_identity:
             return self.draft
@@ -439,7 +439,7 @@ class Trainer:
             return self.draft
         return reprune(self.draft, vocab, self.target)
 
-    def _use_draft(self, draft: Eagle3Draft) -> None:
+    def _use_draft(self, draft: Draft) -> None:
         """Use a draft with another vocabulary and a new optimizer."""
         self.stepper.replace(draft)
         self._since_reset = 0

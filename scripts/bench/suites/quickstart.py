@@ -27,7 +27,9 @@ from typing import Any
 import aiohttp
 
 from vllm_tide.config import parse_tide
-from vllm_tide.speculative import merged
+from vllm_tide.draft.config import read_config
+from vllm_tide.draft.kind import method_of
+from vllm_tide.speculative import FRESH, METHODS, merged
 from vllm_tide.train.step import has_fast_bfloat16
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
@@ -69,15 +71,24 @@ from bench.harness.summary import stretches, throughput
 
 STATIC_LENGTHS = (3,)
 """For the committed draft on math 3 is as fast as 1 and faster than 5."""
+PROMPTS = Path(__file__).resolve().parents[2] / "demo" / "chat_prompts"
 IDENTITY_REQUESTS = 24
 IDENTITY_TOKENS = 32
 """Output tokens of the comparison in float32, if another type is served."""
 
 
-def speculative_config(draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """Return the speculative config shared by the frozen and the TIDE arm."""
+def speculative_config(
+    draft: Path, num_speculative_tokens: int, method: str | None = None
+) -> dict[str, Any]:
+    """Return the speculative config shared by the frozen and the TIDE arm.
+
+    Args:
+        method: Kind of a fresh draft; None: EAGLE-3.
+    """
+    if str(draft) != FRESH:
+        method = method_of(read_config(draft))
     return {
-        "method": "eagle3",
+        "method": method or METHODS[0],
         "model": str(draft),
         "num_speculative_tokens": num_speculative_tokens,
     }
@@ -96,11 +107,15 @@ def mode_of(section: Mapping[str, Any]) -> str:
     return "full" if same and tide.control == full.control else "changed"
 
 
+def _is_fresh(args: argparse.Namespace) -> bool:
+    return str(args.draft) == FRESH
+
+
 def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
     config: str | None = None
     run_dir: Path | None = None
     trains = False
-    spec = speculative_config(args.draft, args.num_speculative_tokens)
+    spec = speculative_config(args.draft, args.num_speculative_tokens, args.method)
     if name == "frozen":
         config = json.dumps(speculative_config(args.draft, args.frozen_length))
     elif static := STATIC.match(name):
@@ -268,19 +283,24 @@ def parser() -> argparse.ArgumentParser:
         help="environment with patched vLLM",
     )
     p.add_argument(
-        "--target", type=Path, required=True, help="folder of the served model"
+        "--target",
+        "--model",
+        type=Path,
+        required=True,
+        help="folder of the served model",
     )
-    text = "EAGLE-3 draft folder, or `fresh` with --arms none tide"
-    p.add_argument("--draft", type=Path, required=True, help=text)
-    p.add_argument(
-        "--prompts", type=Path, required=True, help="folder of <domain>.jsonl.gz"
-    )
-    p.add_argument(
-        "--work", type=Path, required=True, help="folder for logs and configuration"
-    )
+    text = "draft folder, or `fresh` (default)"
+    p.add_argument("--draft", type=Path, default=Path(FRESH), help=text)
+    text = "kind of a fresh draft (default: eagle3)"
+    p.add_argument("--method", choices=METHODS, help=text)
+    text = "folder of <domain>.jsonl.gz (default: the demo's)"
+    p.add_argument("--prompts", type=Path, default=PROMPTS, help=text)
+    text = "folder for logs and configuration (default: FILE.work)"
+    p.add_argument("--work", type=Path, help=text)
     p.add_argument("--json", type=Path, help="write the report here")
     p.add_argument("--picture", type=Path, help="write the PNG here")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    text = "default: all, without `frozen` for a fresh draft"
+    p.add_argument("--arms", nargs="+", choices=ARMS, help=text)
     p.add_argument(
         "--min-swaps", type=int, default=1, help="a run with fewer is not sound"
     )
@@ -398,6 +418,12 @@ def in_float32(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = (options := parser()).parse_args(argv)
+    if args.work is None:
+        if args.json is None:
+            options.error("give --json FILE or --work DIR")
+        args.work = args.json.with_name(args.json.name + ".work").resolve()
+    if args.arms is None:
+        args.arms = [name for name in ARMS if name != "frozen" or not _is_fresh(args)]
     args.work.mkdir(parents=True, exist_ok=True)
     if args.dtype == "auto":
         args.dtype = "bfloat16" if has_fast_bfloat16() else "float32"
