@@ -64,7 +64,7 @@ DENIED_NAMES = frozenset(
 DENIED_WORDS = re.compile(
     r"\b(whose|whoever|nobody|says|say|said|tells|told|wants|wanted|knows|believes|"
     r"believed|heeds|lies|owns|lives|asks|lets|beside|of its own|hurts?|doubts?|"
-    r"rounds?|(?<!LM )(?<!/)heads?|farewell|lessons?|no longer)\b",
+    r"rounds?|(?<!LM )(?<!/)(?<!attention )heads?|farewell|lessons?|no longer)\b",
     re.IGNORECASE,
 )
 

@@ -124,7 +124,7 @@ def test_packed_attention_equals_the_reference(layout, active, diagonals) -> Non
 
 
 def test_many_heads_of_a_block_equal_the_reference() -> None:
-    """DFlash: its slots are further heads, and its diagonals small GEMMs."""
+    """DFlash: its slots are further attention heads, and its diagonals small GEMMs."""
     check(packed_attention, TRUNK, [3, 4, 6, 9, 12], 3, heads=24)
 
 

@@ -82,14 +82,14 @@ def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
 def plain_block(
     draft: DFlashDraft, sample: Sample, row: int, depth: int = DEPTH
 ) -> Tensor:
-    """The block after `row`, one slot and head at a time; [depth, H], normed."""
+    """The block after `row`, one slot and attention head at a time; [depth, H], normed."""
     config, w = draft.config, draft.named_tensors()
 
     def norm(x: Tensor, name: str) -> Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
         return x * scale * w[f"{name}.weight"]
 
-    def turn(x: Tensor, position: int) -> Tensor:
+    def rotated(x: Tensor, position: int) -> Tensor:
         angles = torch.tensor(config.rope.inverse_frequencies(config.head_dim))
         turned = torch.complex(*x.chunk(2)) * torch.polar(
             torch.ones_like(angles), angles * position
@@ -116,11 +116,11 @@ def plain_block(
             keys, values = [], []
             for at, c in [*enumerate(context), *enumerate(z, start=row + 1)]:
                 key = norm(projected(c, "k", head // group), f"{name}.k_norm")
-                keys.append(turn(key, first + at))
+                keys.append(rotated(key, first + at))
                 values.append(projected(c, "v", head // group))
             for j in range(depth + 1):
                 query = norm(projected(z[j], "q", head), f"{name}.q_norm")
-                query = turn(query, first + row + 1 + j)
+                query = rotated(query, first + row + 1 + j)
                 p = (torch.stack(keys) @ query * dim**-0.5).softmax(0)
                 mixed[j, head * dim : (head + 1) * dim] = p @ torch.stack(values)
         x = x + mixed @ w[f"{name}.o_proj.weight"].T
@@ -194,7 +194,7 @@ def test_a_block_sees_nothing_from_its_anchor_on_but_the_anchors_token() -> None
 
 
 def test_slot_j_of_an_anchor_has_the_teacher_of_the_token_before_it() -> None:
-    """A target whose teacher at t says t: slot j of anchor a gets a + j - 1."""
+    """A target with teacher t at position t: slot j of anchor a gets a + j - 1."""
     size = 14
     sample = whole(
         torch.arange(size),
@@ -218,14 +218,14 @@ def test_a_draft_learns_the_target_and_its_evaluation_shows_it() -> None:
     draft = DFlashDraft.initialise(shape(num_layers=1), TOY.embed, TOY.head)
     config = TrainConfig(**{**KNOBS, "ttt_steps": DEPTH})  # type: ignore[arg-type]
     step, rng = TrainStep(draft, TOY.rows, config), random.Random(0)
-    held = documents_of(rng, 8, 24)
-    before = evaluate(draft, TOY.rows, held, DEPTH).acceptance("greedy")
+    holdout = documents_of(rng, 8, 24)
+    before = evaluate(draft, TOY.rows, holdout, DEPTH).acceptance("greedy")
     losses = []
     for _ in range(120):
         result = step.run(pack(documents_of(rng, 6, 24), branches=False))
         assert result is not None
         losses.append(result.loss)
-    after = evaluate(draft, TOY.rows, held, DEPTH).acceptance("greedy")
+    after = evaluate(draft, TOY.rows, holdout, DEPTH).acceptance("greedy")
     assert losses[-1] < 0.5 * losses[0]
     assert before < 1.5 < 3.0 < after
 
@@ -241,9 +241,9 @@ def test_a_large_batch_trains_on_some_blocks_with_right_rows(
     torch.manual_seed(0)
     chosen = draft.choose_rows(plan)
     assert chosen[0].active.numel() == 11
-    kept = set(chosen[0].active.tolist())
+    rows_left = set(chosen[0].active.tolist())
     for before, after in zip(plan, chosen, strict=True):
-        want = [r for r in before.active[before.loss].tolist() if r in kept]
+        want = [r for r in before.active[before.loss].tolist() if r in rows_left]
         assert after.active[after.loss].tolist() == want
     rows = LossRows.from_plan(batch, chosen)
     everything = LossRows.from_plan(batch, plan)

@@ -4,7 +4,7 @@
 
 IN: features fp32 [n, A*H] and positions int64 [n] of the context, slots int64 [B] and
 places int64 [B] of one block, embed [V, H]. OUT: logits [B, V] of DRAFT (`first`), of
-OTHER in a model of its own (`other`), and of OTHER after our installation into the
+OTHER in another model (`other`), and of OTHER after our installation into the
 model of DRAFT (`installed`). Prints a line for each mutant that `verify_installed`
 accepts.
 """

@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.rows import RowLayout
 
-_MANY_QUERIES = 8  # of a key head and row; then diagonals are small GEMMs
+_MANY_QUERIES = 8  # of a row and key; then the diagonals' products are GEMMs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Slot j >= 1 predicts x_{a+j}.
 Identity with the rows of EAGLE-3: slot j of anchor t + 1 is step j - 1 of row t. It has
 the same context (features up to t), label and teacher. In attention the block's own
 keys are the diagonals; as all slots see the same keys, a block is one query row with
-K + 1 times as many heads.
+K + 1 times as many attention heads.
 
 Shapes as in `draft.module`; L layers, n blocks of B = K + 1 slots.
 """
@@ -171,7 +171,7 @@ def _heads(
     part: str,
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Project [m, H] to heads [m, n_h, d]; queries and keys are normed and rotated."""
+    """Project [m, H] to [m, n_h, d]; queries and keys are normed and rotated."""
     y = F.linear(x, w[f"{prefix}{part}_proj.weight"])
     y = y.view(x.shape[0], -1, config.head_dim)
     if rotation is None:
@@ -181,9 +181,9 @@ def _heads(
 
 
 def _as_heads(x: Tensor, kv: int) -> Tensor:
-    """Convert a block's slots to further heads: [n, B, n_h, d] to [n, B * n_h, d].
+    """Convert slots to further attention heads: [n, B, n_h, d] to [n, B * n_h, d].
 
-    The heads of one key head stay together, as attention expects them.
+    Those with the same keys stay together, as attention expects them.
     """
     n, width, heads, dim = x.shape
     grouped = x.view(n, width, kv, heads // kv, dim).permute(0, 2, 1, 3, 4)

@@ -58,7 +58,7 @@ class DFlashConfig(DraftConfig):
     Attributes:
         num_layers: Decoder layers of the draft.
         block_size: Tokens of a block: the known one and `block_size - 1` masked ones.
-        mask_token_id: Target id whose embedding the masked tokens have.
+        mask_token_id: Target id with the embedding of the masked tokens.
     """
 
     method: ClassVar[str] = "dflash"
@@ -121,7 +121,7 @@ class DFlashConfig(DraftConfig):
             "target_hidden_size": self.target_hidden_size,
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
-                # The layers whose outputs are read; ours are those that they enter.
+                # vLLM's own ids are of outputs; ours are of the layers they enter.
                 "target_layer_ids": [i - 1 for i in self.aux_layer_ids],
             },
         }

@@ -229,7 +229,7 @@ def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [n, n_h, d] (neox halves) by cos, sin [n, 1, d / 2]."""
+    """Rotate [n, n_h, d] (neox halves) by cos, sin [n, 1, d / 2]."""
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

@@ -125,7 +125,7 @@ def install(
         set_current_vllm_config(vllm_config),
         torch.device(vllm_config.device_config.device),
         _without(draft, shared),
-        _context_weights_kept(draft),
+        _context_weights_unchanged(draft),
     ):
         if loads_in_place(draft):
             draft.load_weights(weights)
@@ -143,7 +143,7 @@ _BUILD = "_build_fused_kv_buffers"
 
 
 @contextmanager
-def _context_weights_kept(draft: nn.Module) -> Iterator[None]:
+def _context_weights_unchanged(draft: nn.Module) -> Iterator[None]:
     """Keep `load_weights` from building new tensors for a DFlash draft's context."""
     model = getattr(draft, "model", None)
     if not hasattr(model, _BUILD):
