@@ -49,8 +49,8 @@ def main() -> None:
     from vllm import LLM
 
     speculative = {
-        "method": "eagle3",
-        "model": str(DEMO / "draft"),
+        "method": case.get("method", "eagle3"),
+        "model": str(draft_folder(case)),
         "num_speculative_tokens": DRAFTED,
         "enable_adaptive_verification": case["adaptive"],
     }
@@ -120,6 +120,25 @@ def main() -> None:
     core.shutdown()
     result["shut_down"] = True
     print("RESULT " + json.dumps(result), flush=True)
+
+
+def draft_folder(case: dict[str, Any]) -> Path:
+    """Return the demo draft, or a fresh one of another kind."""
+    if "method" not in case:
+        return DEMO / "draft"
+    import torch
+
+    from vllm_tide.config import FreshConfig
+    from vllm_tide.draft.fresh import fresh_directory
+
+    return fresh_directory(
+        DEMO / "target",
+        FreshConfig(),
+        torch.bfloat16,
+        Path(case["run_dir"]) / "fresh",
+        case["method"],
+        DRAFTED,
+    )
 
 
 def section(case: dict[str, Any]) -> dict[str, Any]:
@@ -222,8 +241,9 @@ def with_tide(
         result["read_back"] = read_back(tide._ring.name)
     if tide.swapper is not None:
         first = tide.swapper.version + 1
-        result["swap"] = swap(worker, bench, first, 0.5)
-        result["rollback"] = swap(worker, bench, first + 1, 1.0)
+        folder = draft_folder(case)
+        result["swap"] = swap(worker, bench, first, 0.5, folder)
+        result["rollback"] = swap(worker, bench, first + 1, 1.0, folder)
     if tide.control is not None:
         policy = case["tide"].get("control", {}).get("policy")
         if case["adaptive"] or policy == "adaspec":
@@ -257,13 +277,24 @@ def lengths(depths: Depths, bench: Bench) -> dict[str, Any]:
     return result
 
 
-def swap(worker: Any, bench: Bench, version: int, scale: float) -> dict[str, Any]:
+def served_tensors(draft: Any) -> dict[str, Any]:
+    """Return the tensors of a draft that graphs read; of DFlash not only parameters."""
+    tensors = dict(draft.named_parameters())
+    for name in ("_fused_kv_weight", "_k_norm_weights", "_hidden_norm_weight"):
+        if hasattr(draft.model, name):
+            tensors[name] = getattr(draft.model, name)
+    return tensors
+
+
+def swap(
+    worker: Any, bench: Bench, version: int, scale: float, folder: Path
+) -> dict[str, Any]:
     """Publish another draft, run steps until it is live; count the swap's step."""
     import torch
 
     tide, draft = worker.tide, worker.model_runner.get_draft_model()
-    fit = draft_tensors(scale, tide.swapper.shared)
-    addresses = {name: p.data_ptr() for name, p in draft.named_parameters()}
+    fit = draft_tensors(scale, tide.swapper.shared, folder)
+    addresses = {name: t.data_ptr() for name, t in served_tensors(draft).items()}
     graphs = bench._counters.read()["graphs"]
     publish(tide._segment.name, fit, version)
     deadline = time.monotonic() + 60
@@ -273,10 +304,13 @@ def swap(worker: Any, bench: Bench, version: int, scale: float) -> dict[str, Any
         step = bench.window(1)
         if tide.swapper.version == version:
             break
-    after = {name: p.data_ptr() for name, p in draft.named_parameters()}
-    fc = dict(draft.named_parameters())["model.fc.weight"]
-    served = torch.empty(fc.shape, dtype=fc.dtype)
-    served.copy_(fc)
+    tensors = served_tensors(draft)
+    after = {name: t.data_ptr() for name, t in tensors.items()}
+    same = torch.equal(tensors["model.fc.weight"].cpu(), fit["fc.weight"])
+    if "_fused_kv_weight" in tensors:
+        key = "layers.0.self_attn.k_proj.weight"
+        rows = tensors["_fused_kv_weight"].cpu()[: len(fit[key])]
+        same = same and torch.equal(rows, fit[key])
     bench.step(5)
     return {
         "version": tide.swapper.version,
@@ -286,16 +320,20 @@ def swap(worker: Any, bench: Bench, version: int, scale: float) -> dict[str, Any
         "same_addresses": after == addresses,
         "same_graphs": bench._counters.read()["graphs"] == graphs,
         # The null GPU executes copies.
-        "new_weights_are_served": bool(torch.equal(served, fit["fc.weight"])),
+        "new_weights_are_served": bool(same),
     }
 
 
-def draft_tensors(scale: float, shared: set[str]) -> dict[str, Any]:
-    """Return the demo draft's tensors, one of them scaled."""
+def draft_tensors(
+    scale: float, shared: set[str], folder: Path = DEMO / "draft"
+) -> dict[str, Any]:
+    """Return a draft's tensors, some of them scaled."""
     from safetensors.torch import load_file
 
-    tensors = load_file(DEMO / "draft" / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"] * scale
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name] * scale
     tensors.pop("t2d", None)
     return {name: t for name, t in tensors.items() if name not in shared}
 

@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any] | None] = {
     "sync": DEFAULT | {"async": False, "engine": CACHED},
     "sync_not_adaptive": DEFAULT | {"async": False, "adaptive": False},
     "memory": DEFAULT | {"tide": MEMORY},
+    "dflash": DEFAULT | {"method": "dflash"},
+    "dflash_not_adaptive": DEFAULT | {"method": "dflash", "adaptive": False},
     "published_at_start": DEFAULT | {"publish_at_start": True},
     "alias": DEFAULT | {"alias": True},
     "tensor_parallel": None,

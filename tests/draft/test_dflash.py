@@ -82,7 +82,7 @@ def make_sample(size: int, prompt: int, start: int, key: int) -> Sample:
 def plain_block(
     draft: DFlashDraft, sample: Sample, row: int, depth: int = DEPTH
 ) -> Tensor:
-    """The block after `row`, one slot and attention head at a time; [depth, H], normed."""
+    """The block after `row`, by slot and attention head; [depth, H], normed."""
     config, w = draft.config, draft.named_tensors()
 
     def norm(x: Tensor, name: str) -> Tensor:

@@ -53,6 +53,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "method": "dflash",
         "model": "fresh",
     },
+    "v2-dflash": {
+        "runner": "v2-async",
+        "tide": {"control": {"policy": "threshold"}},
+        "steered": True,
+        "most": 4,
+        "method": "dflash",
+        "model": "fresh",
+    },
     "v2": {"runner": "v2", "tide": topk("threshold"), "steered": True},
     "v2-async": {
         "runner": "v2-async",

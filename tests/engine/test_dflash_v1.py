@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
+from tests.engine.dflash_learning import DEPTH, TEXTS, documents, learn
 from tests.engine.offline_engine import OfflineEngine
 from tests.engine.oracle import Oracle
 from tests.engine.records import metric
 from tests.engine.sampling import check_distribution
-from tests.engine.shared_engine import DEMO, KINDS, Served, draft_tensors, engine_case
+from tests.engine.shared_engine import DEMO, KINDS, draft_tensors, engine_case
 from tests.engine.test_shared_v1 import PROMPTS, sequences
-from vllm_tide.config import TrainConfig
-from vllm_tide.draft import TargetRows, load_draft, save_draft
-from vllm_tide.train.assemble import Assembler
+from vllm_tide.draft import TargetRows, load_draft
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.packing import pack
-from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import TrainStep
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ENGINE = "v1-dflash"
-DEPTH = 4
 ALWAYS = [[DEPTH, DEPTH]]
 VARIED = [[DEPTH, -1], [DEPTH, 1], [0, 0], [0, 0], [DEPTH, DEPTH]]
-TEXTS = [[*b"one two three ", i, *b" four"] for i in range(24)]
-
-
-def documents(served: Served, records: list[Any]) -> list[Sample]:
-    size = len(served.manifest.aux_layer_ids) * served.manifest.hidden_size
-    assembler = Assembler(size, served.manifest.feature_dtype)
-    done = [s for r in records for s in assembler.add(r, time.monotonic())]
-    return [*done, *assembler.flush()]
 
 
 @pytest.fixture(scope="module")
 def learnt(engines, tmp_path_factory) -> Path:
     """A draft that is trained on the engine's captured rows."""
     served = engines(ENGINE)
-    records = served(TEXTS, forget=True, max_tokens=100, script=ALWAYS)["records"]
-    target = TargetRows.load(DEMO / "target")
-    draft = load_draft(served.manifest.draft_path, target)
-    step = TrainStep(draft, target, TrainConfig(ttt_steps=DEPTH, learning_rate=3e-3))
-    samples = documents(served, records)
-    torch.manual_seed(0)
-    for i in range(150):
-        some = samples[i % 3 :: 3]
-        known = [s.in_vocabulary(draft.vocab.t2d) for s in some]
-        assert step.run(pack(known, branches=False)) is not None
-    folder = tmp_path_factory.mktemp("learnt")
-    save_draft(draft, folder, torch.float32)
-    return folder
+    report = served(TEXTS, forget=True, max_tokens=100, script=ALWAYS)
+    return learn(served, report["records"], tmp_path_factory.mktemp("learnt"), 150)
 
 
 def test_captured_rows_equal_transformers(served, greedy, target):

@@ -71,17 +71,20 @@ def verify_adaptively(
 
 def _overwrite_what_the_target_returned() -> None:
     """Simulate draft graphs of a GPU: their memory pool is the target's too."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 
-    inner = speculator.TargetDependentARSpeculator.propose
+    def overwriting(inner):
+        def propose(self, *args, **kwargs):
+            drafted = inner(self, *args, **kwargs)
+            for part in (args[3], *args[4]) if args else ():  # a dummy run names them
+                part.fill_(7.0)
+            return drafted
 
-    def propose(self, *args, **kwargs):
-        drafted = inner(self, *args, **kwargs)
-        for part in (args[3], *args[4]) if args else ():  # a dummy run names them
-            part.fill_(7.0)
-        return drafted
+        return propose
 
-    speculator.TargetDependentARSpeculator.propose = propose
+    for kind in (speculator.TargetDependentARSpeculator, DFlashSpeculator):
+        kind.propose = overwriting(kind.propose)
 
 
 def _keep_asynchronous_scheduling() -> None:

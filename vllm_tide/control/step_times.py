@@ -247,6 +247,7 @@ class StepTimes:
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
         """Return seconds of 0..most draft passes, float64 [most + 1]."""
+        first_rows = requests * self.prior.block_rows or first_rows
         first = self.prior.draft_first(first_rows, context)
         first = first * self.first.factor(first_rows) + self._asking
         factor = self.first.factor(requests) * self.further.factor(requests)
@@ -285,7 +286,7 @@ class StepTimes:
             self._compare(predicted * self.target.factor(rows, plain), seconds)
             self.target.observe(rows, predicted, seconds, now, plain)
         if sample.steps and sample.draft_first_s > 0.0:
-            rows = sample.first_rows
+            rows = n * prior.block_rows or sample.first_rows
             predicted = prior.draft_first(rows, context)
             self.first.observe(rows, predicted, sample.draft_first_s, now)
         if sample.steps > 1 and sample.draft_next_s > 0.0:
@@ -321,19 +322,13 @@ class StepTimes:
 
 
 def step_cost(
-    times: StepTimes,
-    requests: int,
-    context: int,
-    verified: int,
-    steps: int,
-    first_rows: int | None = None,
+    times: StepTimes, requests: int, context: int, verified: int, steps: int
 ) -> float:
     """Return predicted seconds of a decode step over those without speculation.
 
     Args:
         requests: Decoding requests, without prefilling ones.
         context: Tokens in their KV cache before the step.
-        first_rows: Rows of the first draft pass; None: those of the target.
 
     Returns:
         Above 0; 1 if no request decodes or the times are not finite.
@@ -341,7 +336,6 @@ def step_cost(
     if not requests or not (verified or steps):
         return 1.0
     target = times.target_curve(requests, context, verified)
-    rows = requests + verified if first_rows is None else first_rows
-    drafts = times.draft_curve(requests, context, rows, steps)[-1]
+    drafts = times.draft_curve(requests, context, requests + verified, steps)[-1]
     cost = float((target[-1] + drafts) / target[0]) if target[0] > 0.0 else nan
     return cost if 0.0 < cost < inf else 1.0

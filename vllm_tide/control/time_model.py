@@ -81,6 +81,10 @@ class ForwardModel:
         return cost + self.alpha * context
 
 
+NO_PASS = ForwardModel((1,), (0.0,), 0.0)
+"""A forward that is not run."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimeModel:
     """Seconds of a step: target, draft passes, and everything else.
@@ -94,12 +98,15 @@ class TimeModel:
             Also used for a pass that adds missed rows to the draft's KV cache.
         draft_next: Every further draft pass: one row per request.
         host: Seconds outside the forwards: scheduling, messages, bookkeeping.
+        block_rows: Rows per request of a draft that drafts all tokens in its first
+            pass (DFlash), for any number of tokens; 0: the passes are as above.
     """
 
     target: ForwardModel
     draft_first: ForwardModel
     draft_next: ForwardModel
     host: float = 0.0
+    block_rows: int = 0
 
     def target_curve(
         self, requests: int, context: int, most: int, prefill: int = 0
@@ -129,7 +136,7 @@ class TimeModel:
         self, requests: int, context: int, first_rows: int, most: int
     ) -> np.ndarray:
         """Return seconds of 0..most draft passes, float64 [most + 1]."""
-        first = self.draft_first(first_rows, context)
+        first = self.draft_first(requests * self.block_rows or first_rows, context)
         each, grown = self.further(requests, context)
         return np.array([0.0, *(first + (each + grown * j) * j for j in range(most))])
 

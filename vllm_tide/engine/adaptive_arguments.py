@@ -57,13 +57,15 @@ def replay_each(target: Any, draft: Any, lengths: list[int]) -> None:
     drafts get separate graphs, and in all other steps the draft's pass has no graph.
 
     Args:
-        target, draft: vLLM's `CudaGraphManager`s before capture; modified in place.
+        target, draft: vLLM's `CudaGraphManager`s before capture; modified in place. The
+            draft's is None if it has a length that does not depend on the target's.
         lengths: Result of `offered`; empty if all steps use the same depth.
     """
     if target.varlen_decode:
         lengths = [0]
     for manager in (target, draft) if lengths else ():
-        _plan_each(manager, lengths)
+        if manager is not None:
+            _plan_each(manager, lengths)
 
 
 def _plan_each(manager: Any, lengths: list[int]) -> None:

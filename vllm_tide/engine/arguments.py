@@ -312,11 +312,6 @@ def _check_v2(vllm_config: Any) -> None:
             "probability of the drafted token is not available to tide on Model Runner "
             "V2; set it to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
         )
-    if speculative.parallel_drafting:
-        raise ConfigError(
-            f"method: tide supports {speculative.method!r} on Model Runner V1 only "
-            "(the CPU backend); set it to 'eagle3', or remove the tide section."
-        )
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ConfigError(
             "--enable-batch-sharded-sampling: tide needs the logits of all requests on "

@@ -75,8 +75,8 @@ class ControlV1(Control):
         self._backlog = DraftBacklog(
             runner, CATCHUP_MIB, num_aux, hidden_size, capacity
         )
-        self._block_rows = 1 + most if block else 0  # of a request's draft pass
-        self.timer = StepTimer(block_rows=self._block_rows)
+        self._block = block
+        self.timer = StepTimer()
         self._sample: StepSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
@@ -290,8 +290,7 @@ class ControlV1(Control):
             )
         self._sample = None
         waiting = int(self._backlog.missing[slots].sum())
-        rows = self._block_rows * len(slots) or num_rows
-        batch = self._batch(slots, context, emitted, now, rows, waiting)
+        batch = self._batch(slots, context, emitted, now, num_rows, waiting)
         if self._recalled is not None:
             batch.memory = self._recalled[1]
             batch.memory.force = self._left_out >= _LEFT_OUT
@@ -300,7 +299,7 @@ class ControlV1(Control):
         self._left_out = self._left_out + 1 if plan.reason == "memory" else 0
         if plan.reason == "check":  # measures a step without drafts
             self._recalled = None
-        if self._block_rows and plan.passes:
+        if self._block and plan.passes:
             return self.num_speculative_tokens
         return min(plan.passes, self.num_speculative_tokens)
 
@@ -323,7 +322,7 @@ class ControlV1(Control):
         return bool(self.agree(int(more)))
 
     def end(self) -> None:
-        if self._block_rows and self._steps:
+        if self._block and self._steps:
             self._contain("end", self._pass_block)
         elif self._steps == self._asked and self._steps and self.policy is not None:
             # `go_on` is not called after the last pass, but its confidence counts.
@@ -452,7 +451,6 @@ class ControlV1(Control):
             context=int(decoding.sum()),
             verified=verified,
             steps=self._steps,
-            first_rows=self._block_rows * len(decoding) or len(decoding) + verified,
         )
 
     def _start_again(self, now: float) -> bool:

@@ -165,17 +165,16 @@ def _fill_context_weights(
         return
     if model._fused_kv_weight is None:
         raise DraftRefused("install", "the draft's weights are quantised.")
-    named, rows, norms = canonical(tensors), [], []
+    named, places = canonical(tensors), model._fused_kv_weight.split(model._kv_size)
     for i, layer in enumerate(model.layers):
         attention, prefix = layer.self_attn, f"layers.{i}.self_attn."
         projection = attention.qkv_proj
         first = projection.tp_rank // projection.num_kv_head_replicas
         first *= attention.kv_size
         own = slice(first, first + attention.kv_size)
-        rows += [named[f"{prefix}{part}_proj.weight"][own] for part in "kv"]
-        norms.append(named[f"{prefix}k_norm.weight"])
-    model._fused_kv_weight.copy_(torch.cat(rows))
-    model._k_norm_weights.copy_(torch.stack(norms))
+        for part, place in zip("kv", places[2 * i : 2 * i + 2], strict=True):
+            place.copy_(named[f"{prefix}{part}_proj.weight"][own])
+        model._k_norm_weights[i].copy_(named[f"{prefix}k_norm.weight"])
     model._hidden_norm_weight.copy_(named["hidden_norm.weight"])
 
 

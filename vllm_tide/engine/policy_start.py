@@ -11,7 +11,7 @@ from vllm_tide.control.adaspec import AdaSpecPolicy, ControlSettings
 from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.policies import StaticPolicy, ThresholdPolicy
 from vllm_tide.control.step_times import StepTimes
-from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.control.time_model import NO_PASS, ForwardModel, TimeModel
 from vllm_tide.engine.control_v1 import ControlV1
 from vllm_tide.engine.control_v2 import ControlV2
 
@@ -41,10 +41,11 @@ def first_guess(worker: Any) -> TimeModel:
         return ForwardModel((1,), (seconds,), alpha)
 
     draft = forward(share * _STEP_S, drafter)
-    further = draft
-    if config.speculative_config.parallel_drafting:  # one pass drafts all tokens
-        further = ForwardModel((1,), (0.0,), 0.0)
-    return TimeModel(forward(_STEP_S, model), draft, further)
+    speculative = config.speculative_config
+    if not speculative.parallel_drafting:
+        return TimeModel(forward(_STEP_S, model), draft, draft)
+    rows = 1 + speculative.num_speculative_tokens
+    return TimeModel(forward(_STEP_S, model), draft, NO_PASS, block_rows=rows)
 
 
 def _weight_bytes(model: Any, parallel: Any) -> float:

@@ -130,28 +130,40 @@ class ConfidenceTable:
 
     Args:
         vocab: Entries of a row; rows of another length cause allocations.
+        block: Whether one pass drafts all tokens of a request.
 
     Attributes:
         table: float32 [max_reqs, depth], on the device.
     """
 
     def __init__(
-        self, max_reqs: int, depth: int, vocab: int, device: torch.device
+        self,
+        max_reqs: int,
+        depth: int,
+        vocab: int,
+        device: torch.device,
+        block: bool = False,
     ) -> None:
         self.table = torch.zeros(max_reqs, depth, device=device)
         self._vocab = vocab
         self._workspace = None
         if device.type != "cpu":
-            self._workspace = TopKWorkspace(max_reqs, vocab, 1, device)
+            rows = max_reqs * depth if block else max_reqs
+            self._workspace = TopKWorkspace(rows, vocab, 1, device)
 
     def keep(self, logits: torch.Tensor, draft_step: torch.Tensor) -> None:
         """Store the confidences of a draft step; does not block.
 
         Args:
-            logits: [n, vocab], n at most `max_reqs`.
-            draft_step: int64 [], number of the step, on the device for graph replay.
+            logits: [n, vocab], n at most `max_reqs`; [n * depth, vocab] for a block,
+                request by request.
+            draft_step: int64 [], number of the step, on the device for graph replay;
+                [n * depth] for a block.
         """
         confidence = self._highest(logits)
+        if draft_step.ndim:
+            self.table.view(-1)[: len(confidence)] = confidence[:, 0]
+            return
         where = draft_step.expand(len(confidence), 1)
         self.table[: len(confidence)].scatter_(1, where, confidence)
 

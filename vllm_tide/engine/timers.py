@@ -23,17 +23,10 @@ NAN = math.nan
 
 
 class StepTimer:
-    """Timer that makes one `StepSample` per step.
+    """Timer that makes one `StepSample` per step."""
 
-    Args:
-        block_rows: Rows per request of a draft that drafts a block in one pass; 0: its
-            first pass has the target's rows.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, block_rows: int = 0
-    ) -> None:
-        self._clock, self._block_rows = clock, block_rows
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._began = self._planned = self._first = self._last = self._ended = NAN
         self._gap = NAN
         self._steps = 0
@@ -93,14 +86,13 @@ class StepTimer:
             # Most steps without drafts skip the policy, and some of the others are
             # probes, so the host time of such a step is not representative.
             host = NAN
-        rows = self._block_rows * requests or requests + verified + prefill
         return StepSample(
             requests=requests,
             context=context,
             verified=verified,
             prefill=prefill,
             steps=self._steps,
-            first_rows=rows if self._steps else 0,
+            first_rows=requests + verified + prefill if self._steps else 0,
             target_s=self._planned - self._began,
             draft_first_s=self._first if self._steps else NAN,
             draft_next_s=self._latest - self._last if self._steps > 1 else NAN,

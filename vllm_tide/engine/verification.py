@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
 from vllm_tide.capture.guard import Guard
 from vllm_tide.control.costs import FirstPassAlways
 from vllm_tide.control.step_times import StepTimes
-from vllm_tide.control.time_model import ForwardModel, TimeModel
+from vllm_tide.control.time_model import NO_PASS, ForwardModel, TimeModel
 from vllm_tide.engine.control_v2 import ControlV2, StepCosts
 
 # A smaller change of slope, relative to the largest cost, is a rounding error.
@@ -41,7 +41,7 @@ _BEND = 1e-6
 
 
 def times_of_tables(
-    draft_ms: np.ndarray, target_ms: np.ndarray, passes: int
+    draft_ms: np.ndarray, target_ms: np.ndarray, depth: int, block: bool = False
 ) -> TimeModel:
     """Return a time model from vLLM's cost measurements for adaptive verification.
 
@@ -54,14 +54,16 @@ def times_of_tables(
             (ms), nondecreasing.
         target_ms: float64 [1 + most tokens], time of the target's forward by tokens
             (ms), nondecreasing.
+        depth: Drafted tokens of the measured passes.
+        block: Whether one pass drafts all of them.
     """
-    each = draft_ms / passes
-    return TimeModel(
-        target=_forward(target_ms),
-        # The first pass also runs the rows of the previous drafts.
-        draft_first=_forward(each, rows=1 + passes),
-        draft_next=_forward(each),
-    )
+    target, rows = _forward(target_ms), 1 + depth
+    if block:
+        draft = _forward(draft_ms, rows=rows)
+        return TimeModel(target, draft, NO_PASS, block_rows=rows)
+    each = draft_ms / depth
+    # The first pass also runs the rows of the previous drafts.
+    return TimeModel(target, _forward(each, rows=rows), _forward(each))
 
 
 def _forward(costs_ms: np.ndarray, rows: int = 1) -> ForwardModel:
@@ -95,6 +97,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         full_verify_share: Share of steps that verify whole drafts.
         on_measured: Called with upstream's measured times, which TIDE's step costs then
             refine; None uses upstream's costs.
+        block: Whether one draft pass drafts all tokens.
 
     Attributes:
         verify_chance: `Record.verify_chance` of the current step: the share of such
@@ -109,6 +112,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         control: ControlV2 | None,
         full_verify_share: float,
         on_measured: Callable[[TimeModel], None] | None = None,
+        block: bool = False,
         **upstream: Any,
     ) -> None:
         super().__init__(**upstream)
@@ -117,7 +121,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         self.guard = Guard("costs of verification", lambda: 0.02 * self._steps)
         self._control = control
         self._times: StepTimes | None = None
-        self._on_measured = on_measured
+        self._on_measured, self._block = on_measured, block
         self._interval = round(1 / full_verify_share) if full_verify_share else 0
         self._step_costs: StepCosts | None = None
         self._depth = self.num_speculative_steps
@@ -148,9 +152,8 @@ class StepCostVerification(AdaptiveVerificationManager):
         self._own = draft_table.copy(), verify_table.copy()
         if self._on_measured is not None:
             # From the tables, which are equal on all ranks, unlike the curves.
-            times = times_of_tables(
-                draft_table, verify_table, self.num_speculative_steps
-            )
+            depth = self.num_speculative_steps
+            times = times_of_tables(draft_table, verify_table, depth, self._block)
             self._times = StepTimes(times)
             self._on_measured(times)
 

@@ -38,6 +38,8 @@ DUMMY_REQUEST_PREFIXES = ("_warmup_", "_v2_mixed_warmup", "_sparse_mla_v2_warmup
 class WorkerTideV2(WorkerTide[ControlV2]):
     """TIDE in one worker with Model Runner V2."""
 
+    _block = False  # one draft pass drafts all tokens
+
     def __init__(self, worker: Any, config: TideConfig) -> None:
         runner = worker.model_runner
         depth = runner.num_speculative_steps
@@ -47,8 +49,10 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             runner.max_num_tokens, runner.max_num_reqs, depth, runner.device
         )
         self.max_steps = len(self._log.buffers)
+        speculative = worker.vllm_config.speculative_config
+        self._block = bool(speculative.parallel_drafting)
         self._confidences = ConfidenceTable(
-            runner.max_num_reqs, depth, runner.vocab_size, runner.device
+            runner.max_num_reqs, depth, runner.vocab_size, runner.device, self._block
         )
         # Separate from capture's guard: control continues while capture is suspended.
         self._steps = Guard("reading steps")
@@ -58,7 +62,6 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._number = 0  # of the step
         # Landed steps by number, with the requests that had the memory's drafts.
         self._settled: list[tuple[int, list[str]]] = []
-        speculative = worker.vllm_config.speculative_config
         self._adaptive = bool(speculative.enable_adaptive_verification)
         self._verification: StepCostVerification | None = None
         super().__init__(worker, config)
@@ -83,6 +86,8 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             (rows, result), pending[:] = pending, []
             self._steps.run("open", self._open, args[0], rows, args[4])
             drafts = propose(*args, **kwargs)
+            if self._block and self.control is not None:
+                self.control.clock.first_drafted()
             if memory is not None:
                 depth = kwargs["num_speculative_tokens"]
                 memory.propose(args[0], result[1], drafts, depth)
@@ -106,6 +111,10 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._replay_each_length()
         if self.control is not None and runner.device.type != "cpu":
             self.control.lengths = self._lengths
+        if self.control is not None and runner.device.type != "cpu":
+            # It measures nothing, so it does not need the KV cache.
+            self.warm_up()
+        if self.control is not None and hasattr(speculator, "on_prefill_end"):
             # Called after the launch of the draft's first pass, outside of its graph;
             # upstream's method does nothing for an EAGLE-3 draft.
             inner, clock = speculator.on_prefill_end, self.control.clock
@@ -115,8 +124,6 @@ class WorkerTideV2(WorkerTide[ControlV2]):
                 clock.first_drafted()
 
             speculator.on_prefill_end = on_prefill_end
-            # It measures nothing, so it does not need the KV cache.
-            self.warm_up()
 
     def _replay_each_length(self) -> None:
         runner, speculator = self._runner, self._runner.speculator
@@ -127,8 +134,11 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         init = speculator.init_cudagraph_manager
 
         def init_cudagraph_manager(mode: Any) -> None:
+            if self._block:  # the draft has one length
+                speculative.num_speculative_tokens_per_batch_size = None
             init(mode)
-            draft = speculator.prefill_cudagraph_manager
+            speculative.num_speculative_tokens_per_batch_size = table
+            draft = None if self._block else speculator.prefill_cudagraph_manager
             replay_each(runner.cudagraph_manager, draft, self._lengths)
 
         speculator.init_cudagraph_manager = init_cudagraph_manager
@@ -157,6 +167,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self.control,
             EXPLORE_SHARE if control.probe_share else 0.0,
             self._start_with if needs_times(control) else None,
+            self._block,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
         )
         return self._verification
@@ -226,7 +237,8 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         """Process the draft's logits of one draft pass (hook).
 
         Args:
-            logits: [n, V], one row for each request of the batch, or padding.
+            logits: [n, V], one row for each request of the batch, or padding; for a
+                block see `ConfidenceTable.keep`.
             draft_step: int64 [], number of the pass, on the device for graph replay.
         """
         if draft_step is None or self.control is None:
