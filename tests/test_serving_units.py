@@ -419,3 +419,11 @@ def test_a_trainer_gets_the_cores_without_a_bound_engine_thread():
     assert free(1) == f"True {given[1:] or given}"
     # None is left: all, where its niceness keeps it behind.
     assert free(len(given)) == f"True {given}"
+
+
+def test_a_fault_that_would_part_the_ranks_is_raised(caplog):
+    guard = Guard("the n-gram memory", contains=False)
+    with pytest.raises(ZeroDivisionError):
+        guard.run("propose", lambda: 1 / 0)
+    assert guard.faults == {"propose": 1}
+    assert "this rank ends, because all ranks must have the same drafts" in caplog.text

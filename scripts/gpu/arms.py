@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 K = 5
+BATCHES, SECONDS = (8, 64), 4.0
+SERVING_S = len(BATCHES) * 1.25 * SECONDS
+"""Seconds of a step without the start of its engine."""
 GRAPHS = {"max_cudagraph_capture_size": 1024}
 LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 2048}
 _INPUT = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj",
@@ -68,7 +71,7 @@ def prompts(domain: str = "python") -> list[list[int]]:
 
 
 def arm(place: Place) -> None:
-    """Measure the policy in the step's name at three batch sizes."""
+    """Measure the policy in the step's name at some batch sizes."""
     name, tide = place.data["stage"], None
     if name.startswith("adaspec"):
         tide = {"capture": {"enabled": False}, "control": {"policy": "adaspec"}}
@@ -77,9 +80,9 @@ def arm(place: Place) -> None:
         compilation_config=GRAPHS, gpu_memory_utilization=0.8,
         adaptive={"enable_adaptive_verification": name.endswith("adaptive")},
     )  # fmt: skip
-    token_ids, seconds = prompts(), 2 if place.dry else 12
+    token_ids, seconds = prompts(), 2 if place.dry else SECONDS
     place.part("start_s", lambda: engine.start_s)
-    for batch in (2,) if place.dry else (8, 64, 128):
+    for batch in (2,) if place.dry else BATCHES:
         engine.serve(token_ids, batch, seconds / 4)  # warm-up
         run = lambda b=batch: engine.serve(token_ids, b, seconds)  # noqa: E731
         place.part(f"batch {batch}", run)

@@ -160,9 +160,14 @@ def shape(place: Place) -> tuple[Path, Path]:
     sizes = {f"midlayer.{name}": size for name, size in sizes.items()}
     sizes |= {"fc": (h, 3 * h), "norm": (h,), "lm_head": (v, h)}
     tensors = {f"{n}.weight": torch.full(s, 0.02).bfloat16() for n, s in sizes.items()}
-    target, draft = place.work / "target", place.work / "draft"
+    # One folder for all steps: vLLM's cache of compiled code depends on the path.
+    root = place.file.parent / f"shape-{h}"
+    target, draft = root / "target", root / "draft"
+    if (root / "done").exists():
+        return target, draft
     for folder, config in (target, base), (draft, eagle):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors | {"d2t": torch.zeros(v).long()}, draft / "model.safetensors")
+    (root / "done").touch()
     return target, draft

@@ -17,6 +17,9 @@ from place import DEMO, Place
 from inflate_model import inflate
 
 ATTACH_S = 40
+SHARES, SECONDS = (0.2, 1.0), 5.0
+SERVING_S = SECONDS / 3 + SECONDS * (1 + 2 * len(SHARES))
+"""Seconds of `shares` without the starts of engine and trainers."""
 FULL = {"control": {"policy": "adaspec"}, "test_time": {"memory": "ngram"}}
 # Arms of `gain`: maximum draft tokens, and the `tide` section.
 GAIN: dict[str, tuple[int, Any]] = {
@@ -55,18 +58,27 @@ def _trainer(
                 child.kill()
 
 
+def _training_steps(place: Place) -> int:
+    """Return the optimizer steps that the trainers have reported."""
+    files = (place.work / "run").glob("trainer-*.json")
+    return max((json.loads(f.read_text()).get("steps", 0) for f in files), default=0)
+
+
 def shares(place: Place) -> None:
     """Measure throughput and slow steps without a trainer, and by its GPU share."""
     memory = {"gpu_memory_utilization": 0.6, "max_num_seqs": 64}
     engine, token_ids = Engine(place, wide(place), 3, {}, **memory), prompts()
-    batch, seconds = (2, 2.0) if place.dry else (32, 15.0)
+    batch, seconds = (2, 2.0) if place.dry else (32, SECONDS)
     serve = lambda: engine.serve(token_ids, batch, seconds)  # noqa: E731
     engine.serve(token_ids, batch, seconds / 3)
     place.part("no trainer", serve)
-    for share in (0.2, 1.0):
+    for share in SHARES:
         with _trainer(place, engine, share):
             serve()  # until it trains
-            place.part(f"share {share}", serve)
+            figures = place.part(
+                f"share {share}", lambda: serve() | {"steps": _training_steps(place)}
+            )
+            place.check(figures["steps"] > 0, f"no training step at a share of {share}")
 
 
 def shift(place: Place) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def main() -> int:
         return 0
     if args.dry_run:
         os.environ["TIDE_DRY"] = "1"
-    work = Path(os.environ["OUT"]).resolve() / "session"
+    work = Path(os.environ["TIDE_GPU_WORK"]).resolve() / "session"
     if args.step:
         return _step(*ALL[args.step][1].split("."), work, args)
     minutes = args.minutes or (90.0 if args.dry_run else MINUTES)
@@ -152,6 +153,10 @@ def _pack(work: Path) -> None:
     with tarfile.open(f"{work}.tar.gz", "w:gz") as archive:
         for path in sorted(p for p in work.rglob("*.*") if p.suffix in (".log", ".gz")):
             archive.add(path, str(path.relative_to(work)))
+    if out := os.environ.get("OUT"):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for file in (work.with_suffix(".json"), Path(f"{work}.tar.gz")):
+            shutil.copy(file, out)
 
 
 def _read(path: Path) -> dict[str, Any]:

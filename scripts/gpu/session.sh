@@ -8,11 +8,13 @@
 # --dry-run: the smallest sizes on the null GPU, where figures have no meaning.
 # Exit status: 0 all passed, 1 a step failed, 2 usage error.
 # Environment: TIDE_VENV (default: .venv in the checkout), or TIDE_PYTHON (a Python with
-# the patched vLLM and this package); OUT (default: out/gpu).
+# the patched vLLM and this package); TIDE_GPU_WORK (default: out/gpu), the folder of
+# results, models and logs, which the next call continues; OUT, if set, gets copies of
+# session.json and session.tar.gz.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-export OUT=${OUT:-$here/out/gpu}
+export TIDE_GPU_WORK=${TIDE_GPU_WORK:-$here/out/gpu}
 die() { echo "session.sh: $*" >&2; exit 2; }
 case " $* " in
     *" --list "*) exec python3 "$here/scripts/gpu/session.py" "$@" ;;
@@ -25,7 +27,7 @@ case " $* " in
     *" --dry-run "*)
         site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         bash "$here/scripts/null_gpu/build.sh" "$site" "$here/build/null_gpu"
-        export PYTHONPATH="$PYTHONPATH:$here/scripts/null_gpu/site" OUT=$OUT/dry
+        export PYTHONPATH="$PYTHONPATH:$here/scripts/null_gpu/site" TIDE_GPU_WORK=$TIDE_GPU_WORK/dry
         export LD_LIBRARY_PATH="$here/build/null_gpu" VLLM_USE_FLASHINFER_SAMPLER=0
         exec env LD_PRELOAD="$here/build/null_gpu/nullrt.so" \
             "$python" "$here/scripts/gpu/session.py" "$@"

@@ -64,8 +64,13 @@ def price(place: Place) -> None:
     """Measure the step time of the arm in the step's name, all drafting K tokens.
 
     Acceptance means nothing with dummy weights, so the depth is fixed, but the policy
-    works. Also measure the host time of the engine's calls into vllm_tide.
+    works. The arms may verify different numbers of tokens, which are counted; the first
+    steps of TIDE's, which verify all of them, are left out. Also measure the host time
+    of the engine's calls into vllm_tide.
     """
+    from vllm_tide.engine import verification
+
+    verification._WARMUP_STEPS = 0
     engine = start(place, ARMS[place.data["stage"]], adaptive=ADAPTIVE)
     spent = timed(engine.tide) if engine.tide is not None else {}
     steps = 4 if place.dry else 200
@@ -80,14 +85,27 @@ def price(place: Place) -> None:
             times.clear()
         if engine.depths is not None:
             engine.depths.clear()
+        before = _work(engine)
         times = run(engine, steps)
         if engine.depths is not None:
             engine.depths.check()
         host = {name: percentiles(of, 1e6) for name, of in spent.items() if of}
-        return {"ms": percentiles(times, 1e3), "host_us": host}
+        counts = {name: (n - before[name]) / steps for name, n in _work(engine).items()}
+        return {"ms": percentiles(times, 1e3), "host_us": host, "per_step": counts}
 
     for batch in (1, 8, 64, 256)[: 2 if place.dry else None]:
         place.part(f"batch {batch}", lambda n=batch: cell(n))
+
+
+def _work(engine: Engine) -> dict[str, float]:
+    """Return counts of what an arm's steps do: they may differ in an equal depth."""
+    named = {metric.name: metric for metric in engine.llm.get_metrics()}
+    verified = named.get("vllm:spec_decode_num_draft_tokens")
+    counts = {"verified": verified.value if verified else 0.0}
+    if engine.tide is not None and engine.tide.capture is not None:
+        counts["captured_rows"] = engine.tide.capture.rows
+        counts["dropped_rows"] = sum(engine.tide.capture.dropped.values())
+    return counts
 
 
 def run(engine: Engine, steps: int) -> list[float]:
@@ -119,8 +137,10 @@ def timed(tide: Any) -> dict[str, list[float]]:
 
         setattr(owner, name, call)
 
-    time_calls(tide, "begin_step")
-    time_calls(tide, "on_step")
+    for name in ("begin_step", "on_logits", "on_step"):
+        time_calls(tide, name)
+    if tide._verification is not None:  # before the target's launch, as begin_step
+        time_calls(tide._verification, "_tables")
     if tide.control is not None:
         time_calls(tide.control, "learn")
     if tide.capture is not None:
@@ -177,7 +197,7 @@ def restart(place: Place) -> None:
     def publish() -> None:
         from vllm_tide.transport.rendezvous import read_manifests
 
-        run_dir, draft = place.work / "run", place.work / "draft"
+        run_dir, draft = place.work / "run", shape(place)[1]
         while not ended.wait(0.2 if not published[0] else 2.0):
             if engines := read_manifests(run_dir) if run_dir.exists() else []:
                 published[0] += 1
@@ -264,7 +284,7 @@ def _swaps(place: Place, engine: Any) -> list[dict[str, Any]]:
         load(engine, 2 if place.dry else 64)
         step(engine, 12, True)
         times, began = [], time.perf_counter()
-        engine.publish(place.work / "draft", version)
+        engine.publish(shape(place)[1], version)
         published = time.perf_counter()
         while swapper.version != version:
             at = time.perf_counter()

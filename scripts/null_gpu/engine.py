@@ -382,9 +382,10 @@ class Alias:
 
 
 class Publisher:
-    """Publishes a draft every second from the time that an engine is announced.
+    """Publishes drafts from the first captured graph to the end of the start.
 
-    A trainer that finds a stored draft does so while the engine captures its graphs.
+    A trainer that finds a stored draft does so while the engine captures its graphs. An
+    engine takes one draft at a time, so one before the first capture proves nothing.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -394,9 +395,14 @@ class Publisher:
         self._thread.start()
 
     def _run(self) -> None:
+        from counts import Counters
+
         from vllm_tide.transport.rendezvous import read_manifests
 
-        while not self._ended.wait(0.1 if not self.published else 1.0):
+        counters = Counters()
+        while not self._ended.wait(0.01):
+            if not counters.read()["graphs"]:
+                continue
             for engine in read_manifests(self._run_dir):
                 self.published += 1
                 tensors = draft_tensors(1.0, set(engine.shared))

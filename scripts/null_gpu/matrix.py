@@ -82,7 +82,22 @@ def problems(result: dict[str, Any]) -> list[str]:
         wrong.append(f"{result['late_rows']} steps were packed after a draft's graph")
     if "captured_rows" in result and not result["captured_rows"]:
         wrong.append("no row was captured")
+    if result.get("read_back", {}).get("corrupt"):
+        wrong.append(f"{result['read_back']['corrupt']} damaged records")
+    if result.get("lost_steps"):
+        wrong.append(f"{result['lost_steps']} steps were not recorded")
+    if "failed" not in result and "swap" not in result and "gpus" not in result:
+        wrong.append("no draft was swapped")
     return wrong
+
+
+def rank_report(worker: Any) -> tuple[dict[str, int], int]:
+    """Return a rank's faults and calls that a capture forbids."""
+    sys.path[:0] = [str(HERE)]
+    from counts import Counters
+
+    faults = dict(getattr(worker, "worker", worker).tide._faults())
+    return faults, int(Counters().read()["forbidden_calls"])
 
 
 def tensor_parallel(run_dir: str) -> None:
@@ -92,6 +107,7 @@ def tensor_parallel(run_dir: str) -> None:
     from engine import DEMO, ENGINE, draft_tensors, publish, read_back
 
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "HF_HUB_OFFLINE": "1"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `rank_report`
     os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"  # links CUDA statically
     from vllm import LLM, SamplingParams
 
@@ -119,11 +135,14 @@ def tensor_parallel(run_dir: str) -> None:
     while not feedback.feedback().installed_version and time.monotonic() < deadline:
         llm.generate(prompts, params, use_tqdm=False)
     report = feedback.feedback()
+    ranks = llm.collective_rpc(rank_report)
     result = {
         "gpus": engine.gpu_uuids,
         "installed_version": report.installed_version,
         "refused": report.refused_reason,
         "captured_rows": read_back(engine.ring)["rows"],
+        "faults": [faults for faults, _ in ranks if faults],
+        "forbidden_calls": sum(calls for _, calls in ranks),
     }
     feedback.close()
     assert report.installed_version == 1 and len(set(engine.gpu_uuids)) == 2, result

@@ -169,7 +169,8 @@ def test_missing_and_unreadable_drafts(target, tmp_path):
     [
         (
             {"method": "ngram"},
-            "method: tide trains EAGLE-3 and DFlash drafts; set it to 'eagle3' or 'dflash', not 'ngram'.",
+            "method: tide trains EAGLE-3 and DFlash drafts; set it to 'eagle3' or "
+            "'dflash', not 'ngram'.",
         ),
         (
             {"rejection_sample_method": "synthetic"},

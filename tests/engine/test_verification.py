@@ -284,6 +284,7 @@ def worker(control):
     tide._worker = SimpleNamespace(vllm_config=config)
     tide._config = SimpleNamespace(control=ControlConfig(policy="threshold"))
     tide._leader, tide._async, tide._adaptive = True, True, True
+    tide._group = None
     tide._verification, tide.control = None, control
     tide.begun_anew = []
     tide.warm_up = lambda: tide.begun_anew.append(control.cut_on_device)
@@ -326,7 +327,7 @@ def test_the_frequency_of_whole_drafts_is_no_share_of_time(
     class Recorded:
         UPSTREAM = ()
 
-        def __init__(self, control, full_verify_share, on_measured):
+        def __init__(self, control, full_verify_share, *_, **__):
             given.append(full_verify_share)
 
     monkeypatch.setattr(verification, "StepCostVerification", Recorded)

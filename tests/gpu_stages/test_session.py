@@ -26,6 +26,18 @@ def test_each_step_has_a_function(scripts):
         assert f"\ndef {name}(place: Place)" in (GPU / f"{module}.py").read_text()
 
 
+START_S = 25  # of an engine of the demo's models at real widths
+
+
+def test_each_step_fits_into_its_limit(scripts):
+    session, arms, learn = (scripts(name) for name in ("session", "arms", "learn"))
+    serving = {"arms.arm": arms.SERVING_S}
+    trainers = len(learn.SHARES) * 10  # each loads the models and attaches
+    serving["learn.shares"] = learn.SERVING_S + trainers
+    for name, (most, function) in session.STEPS.items():
+        assert serving.get(function, 0) + START_S <= most, name
+
+
 def test_the_limits_fit_into_the_session(scripts):
     session = scripts("session")
     total = sum(most for most, _ in session.STEPS.values())

@@ -282,9 +282,15 @@ def test_a_fault_is_contained_and_texts_are_read_again(monkeypatch):
     speculator = Of(acceptance_estimator=None)
     sizes = {"max_num_reqs": 1, "max_model_len": 8, "num_speculative_steps": 2}
     device = torch.device("cpu")
-    memory = MemoryV2(
-        Of(req_states=states, speculator=speculator, device=device, **sizes)
+    ranks = Of(tensor_parallel_size=1)
+    runner = Of(
+        req_states=states,
+        speculator=speculator,
+        device=device,
+        vllm_config=Of(parallel_config=ranks),
+        **sizes,
     )
+    memory = MemoryV2(runner)
     assert memory._table.known.tolist() == [0], "compiling leaves nothing behind"
     memory._table.counts[MEMORY] = 100.0
     slots, one = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
@@ -308,6 +314,9 @@ def test_a_fault_is_contained_and_texts_are_read_again(monkeypatch):
     assert drafts == [[5, 6]] == first.tolist()
     assert memory.guard.faults == {"memory_propose": 1}
     assert memory._table.known.tolist() == memory._table.is_memory.tolist() == [0]
+    ranks.tensor_parallel_size = 2  # they would have different drafts
+    with pytest.raises(ZeroDivisionError):
+        MemoryV2(runner)._contain("memory_propose", lambda: 1 // 0)
     monkeypatch.setattr(NgramTable, "choose", choose)
     states.total_len.gpu[0] -= 1
     assert step()[0] == [[7, 7]] and memory._table.known[0] == 7

@@ -21,6 +21,7 @@ from tests.train.toys import HIDDEN, VOCAB, ToyTarget
 from tests.transport.samples import make_manifest, write_record
 from tests.transport.test_kill import child_that_tells
 from vllm_tide.draft import DraftError, load_draft, save_draft
+from vllm_tide.sidecar import loop
 from vllm_tide.sidecar.loop import Sidecar
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.transport.feeds import open_feeds
@@ -161,6 +162,26 @@ def test_once_trains_and_publishes_and_the_next_run_continues(engine, tmp_path):
     assert all(torch.equal(live[name], published[name]) for name in live)
     assert all(bool(t.isfinite().all()) for t in live.values())
     again.feeds.close()
+
+
+def test_a_servers_gpu_is_used_after_its_first_request(engine, monkeypatch):
+    """Its KV cache exists then; memory is claimed before the models are loaded."""
+    order: list[str] = []
+    load = loop.load_draft
+    monkeypatch.setattr(loop.gpu, "serves_on", lambda *_: True)
+    monkeypatch.setattr(loop.gpu, "claim_memory", lambda *_: order.append("claim"))
+    monkeypatch.setattr(
+        loop, "load_draft", lambda *given: (order.append("load"), load(*given))[1]
+    )
+
+    def sleep(_seconds: float) -> None:
+        assert not order
+        engine.serve(1)
+
+    monkeypatch.setattr(loop.time, "sleep", sleep)
+    sidecar = attach(engine)
+    assert order == ["claim", "load"]
+    sidecar.feeds.close()
 
 
 def test_a_waiting_trainer_logs_how_much_more_it_needs(engine):

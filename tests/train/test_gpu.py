@@ -25,7 +25,9 @@ from vllm_tide.train.gpu import (
     GpuTimeBudget,
     MemoryBackoff,
     claim_memory,
+    give_back_memory,
     gpu_uuid,
+    release_cache,
     training_bytes,
     use_device,
     with_gpu_share,
@@ -49,7 +51,8 @@ def test_busy_time_reserves_its_share_of_wall_time():
 @pytest.fixture
 def device_memory(monkeypatch):
     """A GPU of 80 GiB; returns the memory that is free, and the calls."""
-    calls = Mock(free=12 * GIB)
+    calls = Mock(free=14 * GIB)
+    monkeypatch.setattr(gpu, "_claim", [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (calls.free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 * GIB)
     monkeypatch.setattr(
@@ -63,13 +66,25 @@ def test_memory_on_a_server_s_gpu_is_taken_at_the_start_and_bounded(device_memor
     device = torch.device("cuda:1")
     claim_memory(device, 10 * GIB)
     (size,), _ = device_memory.empty.call_args
-    assert size == 10 * GIB - CONTEXT_BYTES - 2 * GIB
+    assert size == int(12.5 * GIB) - CONTEXT_BYTES - 2 * GIB
     device_memory.set_fraction.assert_called_once_with(1.25 * 10 / 80, device)
+
+
+def test_the_claim_is_taken_again_after_out_of_memory(device_memory, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", device_memory.empty_cache)
+    release_cache()
+    device_memory.empty.assert_not_called()  # nothing was claimed
+    claim_memory(torch.device("cuda:1"), 10 * GIB)
+    release_cache()
+    assert device_memory.empty.call_count == 2
+    give_back_memory()
+    assert device_memory.empty.call_count == 2
 
 
 def test_a_server_s_gpu_without_free_memory_is_refused_with_the_size(device_memory):
     device_memory.free = 4 * GIB
-    with pytest.raises(DraftError, match=r"training needs 10\.0 GiB on 'cuda:1', the"):
+    with pytest.raises(DraftError, match=r"training needs 12\.5 GiB on 'cuda:1', the"):
         claim_memory(torch.device("cuda:1"), 10 * GIB)
     device_memory.empty.assert_not_called()
 

@@ -47,13 +47,24 @@ class Suspension:
 class Guard:
     """Caller that contains all exceptions of its callables.
 
+    Args:
+        contains: False counts a fault and raises it. Work that decides the drafts is
+            repeated on every rank; a rank without its result would verify other tokens
+            than the others, and serve wrong ones.
+
     Attributes:
         tripped: True after `LIMIT` faults within an hour, until `retry`: calls of `run`
             are then skipped.
     """
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.what = what
+    def __init__(
+        self,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        contains: bool = True,
+    ) -> None:
+        self.what, self._contains = what, contains
         self.faults: Counter[str] = Counter()
         self.tripped = False
         self.suspension = Suspension(clock)
@@ -78,6 +89,8 @@ class Guard:
             return call(*args)
         except Exception as error:  # noqa: BLE001 - the serving boundary
             self._count(where, error)
+            if not self._contains:
+                raise
             return None
 
     def _count(self, where: str, error: Exception) -> None:
@@ -86,12 +99,15 @@ class Guard:
             *_, (frame, line) = traceback.walk_tb(error.__traceback__)
             # Type and place only: the message may quote a request's content.
             logger.warning(
-                "vllm_tide: %s failed in %s (%s at %s:%d); serving is not affected.",
+                "vllm_tide: %s failed in %s (%s at %s:%d); %s.",
                 self.what,
                 where,
                 type(error).__name__,
                 frame.f_code.co_filename,
                 line,
+                "serving is not affected"
+                if self._contains
+                else "this rank ends, because all ranks must have the same drafts",
             )
         if self.tripped:
             return

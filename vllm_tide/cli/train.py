@@ -82,7 +82,7 @@ def _lead(
 ) -> int:
     from vllm_tide.sidecar.loop import Sidecar, describe, logger, prepare_process
     from vllm_tide.sidecar.report import TrainerStatus, open_metrics
-    from vllm_tide.train.gpu import release_cache
+    from vllm_tide.train.gpu import give_back_memory
     from vllm_tide.transport.process import stopped_by_signals
     from vllm_tide.transport.rendezvous import default_run_dir, prepare_run_dir
 
@@ -122,7 +122,7 @@ def _lead(
         # Free draft, rows and GPU memory before the next engine starts.
         del sidecar, feeds
         gc.collect()  # reference cycles
-        release_cache()
+        give_back_memory()
 
 
 def _many_ranks() -> bool:

@@ -96,7 +96,7 @@ def training_need(subject: Subject) -> int | None:
     """Return the trainer's memory on its device (bytes); None if it is unknown."""
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.kind import draft_config
-    from vllm_tide.train.gpu import training_bytes
+    from vllm_tide.train.gpu import memory_need
 
     target = subject.model and local_checkpoint(subject.model)
     if not (target and subject.draft and subject.usable):
@@ -112,10 +112,7 @@ def training_need(subject: Subject) -> int | None:
             config = draft_config(model_config(draft), raw)
     except (ConfigError, DraftError):  # reported by `fit`
         return None
-    trained = sum(map(math.prod, config.parameter_shapes().values()))
-    trained += config.draft_vocab_size * config.hidden_size
-    frozen = 2 * 2 * config.vocab_size * config.target_hidden_size
-    return training_bytes(trained, frozen, subject.tide.train, config)
+    return memory_need(config, subject.tide.train)
 
 
 def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:

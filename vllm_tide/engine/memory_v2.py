@@ -46,7 +46,10 @@ class MemoryV2:
         )
         self._steps = self._graded = 0
         self._chose = False
-        self.guard = Guard("the n-gram memory", lambda: _STEP_S * self._steps)
+        ranks = runner.vllm_config.parallel_config.tensor_parallel_size
+        self.guard = Guard(
+            "the n-gram memory", lambda: _STEP_S * self._steps, contains=ranks == 1
+        )
         self._warm_up()
 
     def begin(self) -> None:

@@ -82,6 +82,8 @@ class TrainerProcess:
 
     def start(self) -> None:
         """Start the process, and restart it after an exit; failures are logged."""
+        if self._stop.is_set():  # the server ended with its first request
+            return
         self._cores = os.sched_getaffinity(0)
         self._check()
         self._thread.start()

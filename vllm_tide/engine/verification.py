@@ -98,6 +98,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         on_measured: Called with upstream's measured times, which TIDE's step costs then
             refine; None uses upstream's costs.
         block: Whether one draft pass drafts all tokens.
+        contains: See `Guard`; False with several ranks.
 
     Attributes:
         verify_chance: `Record.verify_chance` of the current step: the share of such
@@ -113,12 +114,15 @@ class StepCostVerification(AdaptiveVerificationManager):
         full_verify_share: float,
         on_measured: Callable[[TimeModel], None] | None = None,
         block: bool = False,
+        contains: bool = True,
         **upstream: Any,
     ) -> None:
         super().__init__(**upstream)
         # All ranks must retry at the same step: suspensions count steps of 20 ms.
         self._steps = 0
-        self.guard = Guard("costs of verification", lambda: 0.02 * self._steps)
+        self.guard = Guard(
+            "costs of verification", lambda: 0.02 * self._steps, contains=contains
+        )
         self._control = control
         self._times: StepTimes | None = None
         self._on_measured, self._block = on_measured, block

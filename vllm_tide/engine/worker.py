@@ -218,7 +218,7 @@ class WorkerTide(Generic[C]):
         if self._at_first_step and scheduler_output.num_scheduled_tokens:
             # Steps without tokens precede it: they end vLLM's warm-up requests.
             for call in self._at_first_step:
-                call()
+                self._reports.always("first_step", call)
             self._at_first_step = ()
         directive = scheduler_output.tide
         self._install_ordered(directive)

@@ -168,6 +168,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             EXPLORE_SHARE if control.probe_share else 0.0,
             self._start_with if needs_times(control) else None,
             self._block,
+            self._group is None,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
         )
         return self._verification

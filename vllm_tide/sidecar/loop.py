@@ -30,6 +30,7 @@ from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.fresh import is_fresh
+from vllm_tide.draft.kind import draft_config
 from vllm_tide.draft.target import TargetRows, rows_fingerprint
 from vllm_tide.metrics import finite
 from vllm_tide.sidecar.report import Report, TrainerStatus
@@ -120,14 +121,13 @@ class Sidecar:
         self._trained_s = 0.0
         self._cycle_began: float | None = None
         self._served = ServedRequests(Groups())
-        self.trainer = self._make_trainer(feed, ranks)
         if gpu.serves_on(self.config, servers):
-            target, draft = self.trainer.target, self.trainer.draft
-            rows = {t.data_ptr(): t for t in (target.embed_tokens, target.lm_head)}
-            frozen = sum(t.nbytes for t in rows.values())
-            trained = sum(p.numel() for p in draft.parameters())
-            need = gpu.training_bytes(trained, frozen, self.config, draft.config)
-            gpu.claim_memory(target.lm_head.device, need)
+            self._wait_for_rows(feed)
+            target_path, draft_path = feed.models()
+            shape = draft_config(read_config(draft_path), read_config(target_path))
+            need = gpu.memory_need(shape, self.config)
+            gpu.claim_memory(torch.device(self.config.device), need)
+        self.trainer = self._make_trainer(feed, ranks)
         day0 = is_fresh(self._draft_path)
         self.schedule = Schedule(
             self.tide.schedule, self.config.min_new_tokens, day0=day0
@@ -376,6 +376,21 @@ class Sidecar:
             counts["open_requests"] = self._served.purge(request.tenant)
             self._purges.done(request, counts)
             self.report.add("purge", **counts)
+
+    def _wait_for_rows(self, feed: Feed) -> None:
+        """Wait for the first captured rows, so until the server's KV cache exists.
+
+        Memory that is taken before is missing when vLLM sizes the cache.
+
+        Raises:
+            TransportError: The engine has ended.
+        """
+        logger.info("waiting for the server's first request before using its GPU")
+        while not any(feed.stats()[name] for name in ("waiting_bytes", "dropped_rows")):
+            self.feeds.heartbeat()
+            if not feed.alive():
+                raise TransportError("the engine has ended before its first request")
+            time.sleep(IDLE_SLEEP_S)
 
     def _make_trainer(self, feed: Feed, ranks: Ranks | None) -> Trainer:
         manifest, spec = feed.manifest, feed.spec

@@ -6,6 +6,7 @@ there; the draft's parameters and the target's rows are on `tide.train.device`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -80,29 +81,50 @@ def training_bytes(
     return 22 * trained + frozen_bytes + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
 
 
+def memory_need(draft: DraftConfig, config: TrainConfig) -> int:
+    """Return an upper estimate of the trainer's device memory (bytes)."""
+    trained = sum(map(math.prod, draft.parameter_shapes().values()))
+    trained += draft.draft_vocab_size * draft.hidden_size
+    frozen = 2 * 2 * draft.vocab_size * draft.target_hidden_size
+    return training_bytes(trained, frozen, config, draft)
+
+
+_claim: list[tuple[torch.device, int]] = []  # at most one, of this process
+
+
 def claim_memory(device: torch.device, num_bytes: int) -> None:
-    """Take the memory of training now, and never take much more.
+    """Take the memory of training before anything is loaded, and never take more.
 
     On the GPU of a server, memory that is taken later could be missing when the server
-    needs it. The allocator keeps what is freed here for the training steps. If it is
-    exceeded, the trainer runs out of memory, not the server.
+    needs it. The allocator keeps what is freed here for the models and the steps. If it
+    is exceeded, the trainer runs out of memory, not the server.
+
+    Args:
+        num_bytes: Estimate of the need; `MARGIN` times it is taken.
 
     Raises:
         DraftError: The device has less memory free.
     """
     free, total = torch.cuda.mem_get_info(device)
-    missing = num_bytes - CONTEXT_BYTES - torch.cuda.memory_reserved(device)
+    limit = int(MARGIN * num_bytes)
+    missing = limit - CONTEXT_BYTES - torch.cuda.memory_reserved(device)
     if missing > free:
         raise DraftError(
-            f"tide.train.device: training needs {num_bytes / GIB:.1f} GiB on "
+            f"tide.train.device: training needs {limit / GIB:.1f} GiB on "
             f"{str(device)!r}, the server's GPU, but {free / GIB:.1f} GiB are free; "
             "lower --gpu-memory-utilization of vllm serve, reduce "
             "tide.train.batch_tokens, or set tide.train.device to another GPU or 'cpu'."
         )
-    limit = min(1.0, MARGIN * num_bytes / total)
-    torch.cuda.set_per_process_memory_fraction(limit, device)
-    if missing > 0:
-        torch.empty(missing, dtype=torch.uint8, device=device)  # and freed at once
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    _claim[:] = [(device, limit - CONTEXT_BYTES)]
+    _take_claim()
+
+
+def _take_claim() -> None:
+    for device, size in _claim:
+        missing = size - torch.cuda.memory_reserved(device)
+        if missing > 0:
+            torch.empty(missing, dtype=torch.uint8, device=device)  # and freed at once
 
 
 class MemoryBackoff:
@@ -165,8 +187,17 @@ def release_step_memory(optimizer: torch.optim.Optimizer) -> None:
 
 
 def release_cache() -> None:
+    """Free torch's cache of device memory, except what was claimed on a shared GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _take_claim()
+
+
+def give_back_memory() -> None:
+    """Free all unused memory, also what was claimed."""
+    _claim.clear()
+    release_cache()
 
 
 def use_device(name: str) -> None:
