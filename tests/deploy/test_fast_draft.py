@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from tests.draft.test_dflash import plain_block, shape
 from tests.sidecar.test_sidecar import KNOBS, Engine, attach
 from tests.train.toys import TOY, VOCAB, toy_trainer
 from tests.transport.samples import write_record
 from vllm_tide.deploy.fast_draft import RATES, FastDraft, FastStep, Gain
+from vllm_tide.draft import DFlashDraft
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import step as steps
@@ -214,6 +216,29 @@ def test_a_step_of_exact_leaves_out_tokens_outside_the_draft_vocabulary():
     assert first.step_losses == pytest.approx([0.0, *whole.step_losses[1:]])
     a, _, c = whole.step_losses
     assert second.step_losses == pytest.approx([a, 0.0, c])
+
+
+def test_a_step_of_exact_with_dflash_is_the_block_of_the_last_drafts():
+    assembler, stream = Assembler(3 * TOY.embed.shape[1], "float32"), Stream(7)
+    assembler.add(stream.prefill(), 0.0)
+    assembler.add(stream.verify(1), 0.0)
+    sample = assembler.last_verify_step(7, 256)
+    draft = DFlashDraft.initialise(shape(num_layers=2), TOY.embed, TOY.head, seed=3)
+    config = toy_trainer(0, loss={"forward_kl": 1.0}, ttt_steps=DEPTH).config
+    step = FastStep(draft, TOY.rows, config)
+    step.dtype, step.target_rows = torch.float32, TOY.rows.lm_head
+    step.drafting = row = sample.loss_from - sample.start - 1
+    total, _ = step.loss_of(pack([sample], branches=False))
+    expected = 0.0
+    normed = plain_block(draft, sample, row, DEPTH)
+    for i, slot in enumerate(normed):
+        q = (draft.tensor("lm_head.weight") @ slot).log_softmax(-1)
+        p = (TOY.head @ sample.teacher_hidden[row + 1 + i]).log_softmax(-1)
+        expected = expected + draft.step_decay**i * (p.exp() * (p - q)).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    (ours,) = torch.autograd.grad(total, draft.tensor("fc.weight"))
+    (theirs,) = torch.autograd.grad(expected, draft.tensor("fc.weight"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["shared", "exact"])

@@ -447,10 +447,27 @@ def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -
             f"model: draft {model!r} cannot be used: {error} Use another draft, or "
             "repair its files."
         ) from None
+    if config.method != METHODS[0]:
+        _check_block_draft(model, folder, config, target)
     if max(config.aux_layer_ids) > layers["num_hidden_layers"]:
         raise ConfigError(
             f"model: draft {model!r} reads layer {max(config.aux_layer_ids)}, but the "
             f"target has {layers['num_hidden_layers']}; use a draft trained for it."
+        )
+
+
+def _check_block_draft(model: str, folder: Path, config: Any, target: Any) -> None:
+    """Check what vLLM does not check of a draft that drafts blocks."""
+    longest = getattr(target, "max_model_len", None)
+    if longest is not None and config.max_position_embeddings < longest:
+        raise ConfigError(
+            f"model: draft {model!r} has {config.max_position_embeddings} positions, "
+            f"and --max-model-len is {longest}; lower it, or use another draft."
+        )
+    if (folder / "mask_embedding.pt").exists():
+        raise ConfigError(
+            f"model: draft {model!r} has a mask_embedding.pt, which tide cannot train; "
+            "use another draft, or remove the tide section."
         )
 
 
