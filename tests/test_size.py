@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_170,
+    ".": 2_172,
     "capture": 1_108,
     "cli": 1_535,
     "control": 2_023,
@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_471,
     "doctor": 899,
     "draft": 3_718,
-    "engine": 6_823,
+    "engine": 6_847,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,

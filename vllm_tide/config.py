@@ -90,7 +90,9 @@ class CaptureConfig(_Section):
         64, description="Log-probabilities per row of a top-k teacher (1 to 1024)."
     )
     ring_mib: Annotated[Whole, Field(ge=1, le=65536)] = Field(
-        256, description="Size of the shared-memory ring (MiB)."
+        256,
+        description="Size of the shared-memory ring (MiB); if it is not given, at "
+        "least two steps of the most rows.",
     )
 
 
