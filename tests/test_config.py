@@ -245,7 +245,8 @@ TABLE = {"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
 MISTAKES = [
     (
         {"method": "ngram"},
-        "method: tide trains EAGLE-3 and DFlash drafts; set it to 'eagle3' or 'dflash', not 'ngram'.",
+        "method: tide trains EAGLE-3 and DFlash drafts; set it to 'eagle3' or "
+        "'dflash', not 'ngram'.",
     ),
     ({"model": ""}, "model: missing; give the directory or hub name of the draft, "),
     ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),

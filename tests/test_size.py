@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_471,
     "doctor": 899,
     "draft": 3_718,
-    "engine": 6_847,
+    "engine": 6_866,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,

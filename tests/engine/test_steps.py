@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_tide.capture.step import Step
-from vllm_tide.engine.steps import BUFFERS, StepLog
+from vllm_tide.engine.steps import BUFFERS, ConfidenceTable, StepLog
 from vllm_tide.engine.worker_v2 import WorkerTideV2
 
 K, REQS, ROWS = 3, 4, 16
@@ -183,3 +183,25 @@ def test_landed_steps_are_learned_after_the_launch_of_a_step():
     assert not taken
     worker._begin((), empty=True)  # nothing is launched
     assert taken
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_confidences_are_the_highest_probabilities(block):
+    """By draft pass, for a whole block, and from vLLM's acceptance estimator."""
+    requests, depth, vocab = 3, 4, 50
+    logits = torch.randn(requests, depth, vocab)
+    expected = logits.softmax(-1).amax(-1)
+    table = ConfidenceTable(requests + 2, depth, vocab, torch.device("cpu"), block)
+    if block:
+        steps = torch.arange(depth).repeat(requests)
+        table.keep(logits.flatten(0, 1), steps)
+    else:
+        for step in range(depth):
+            table.keep(logits[:, step], torch.tensor(step))
+    torch.testing.assert_close(table.table[:requests], expected)
+    slots = torch.tensor([4, 0, 2])
+    features = torch.zeros(6, depth)
+    features[slots] = torch.logit(expected)
+    again = ConfidenceTable(requests + 2, depth, vocab, torch.device("cpu"))
+    again.take(SimpleNamespace(features=features), slots)
+    torch.testing.assert_close(again.table[:requests], expected)

@@ -124,7 +124,8 @@ class StepBuffer:
 class ConfidenceTable:
     """Table of confidences (highest probability of a row), filled per draft step.
 
-    Filled in every draft pass, mostly inside its captured graph. A softmax there would
+    Filled in every draft pass, mostly inside its captured graph, or from vLLM's
+    acceptance estimator after the step. A softmax there would
     keep two float32 tables of the whole vocabulary allocated. Therefore a device uses
     the kernel of the top-k teacher for one token, with preallocated memory.
 
@@ -166,6 +167,20 @@ class ConfidenceTable:
             return
         where = draft_step.expand(len(confidence), 1)
         self.table[: len(confidence)].scatter_(1, where, confidence)
+
+    def take(self, estimator: Any, slots: torch.Tensor) -> None:
+        """Compute the confidences from the features of vLLM's acceptance estimator.
+
+        With adaptive verification it has read the logits already. Its features are the
+        log-odds of the highest probability, at the request's temperature.
+
+        Args:
+            estimator: vLLM's `OnlineAcceptanceEstimator`.
+            slots: integer [n], on the device.
+        """
+        rows = self.table[: len(slots)]
+        torch.index_select(estimator.features, 0, slots, out=rows)
+        rows.sigmoid_()
 
     def _highest(self, logits: torch.Tensor) -> torch.Tensor:
         if self._workspace is None:

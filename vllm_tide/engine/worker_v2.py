@@ -244,7 +244,8 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         """
         if draft_step is None or self.control is None:
             return
-        self._steps.run("draft_logits", self._confidences.keep, logits, draft_step)
+        if self._runner.speculator.acceptance_estimator is None:
+            self._steps.run("draft_logits", self._confidences.keep, logits, draft_step)
         self.control.clock.drafted()  # the first pass runs in every step
 
     def on_step(
@@ -333,6 +334,9 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             if self.control is not None and self.control.memory is not None:
                 drafts = self.control.memory.first_tokens(drafts)
             table = self._confidences.table
+            estimator = self._runner.speculator.acceptance_estimator
+            if estimator is not None and self.control is not None:
+                self._confidences.take(estimator, batch.idx_mapping)
             self._log.fill(step, batch, sampler_output, table, drafts)
         self._take_landed()
 
