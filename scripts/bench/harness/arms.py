@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.common import BenchError
+from bench.harness.common import BenchError, draft_method
 
 # (first batch size, last batch size, number of draft tokens), in vLLM's format.
 Schedule = Sequence[tuple[int, int, int]]
@@ -111,7 +111,7 @@ def speculative_config(
     if arm.num_tokens == 0:
         return None
     config: dict[str, Any] = {
-        "method": "eagle3",
+        "method": draft_method(draft),
         "model": str(draft),
         "num_speculative_tokens": arm.num_tokens,
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from json_text import json_text
+from vllm_tide.speculative import METHODS
 
 
 def clock_text(seconds: float) -> str:
@@ -156,3 +157,12 @@ def columns_text(
         for label, cells in rows.items()
     ]
     return "\n".join(lines)
+
+
+def draft_method(draft: str | Path) -> str:
+    """Return vLLM's `method` of a draft's directory; EAGLE-3 for any other name."""
+    from vllm_tide.draft.config import read_config
+    from vllm_tide.draft.kind import method_of
+
+    known = (Path(draft) / "config.json").is_file()
+    return method_of(read_config(draft)) if known else METHODS[0]

@@ -26,6 +26,7 @@ from bench.harness.common import (
     Progress,
     StoppedError,
     clock_text,
+    draft_method,
     environment,
     write_json,
 )
@@ -82,7 +83,7 @@ def draft_config(
 ) -> dict[str, Any]:
     """Return the object for `--speculative-config`; plain vLLM's without `tide`."""
     config: dict[str, Any] = {
-        "method": "eagle3",
+        "method": draft_method(model),
         "model": model,
         "num_speculative_tokens": num_tokens or options.num_speculative_tokens,
     }

@@ -27,8 +27,6 @@ from typing import Any
 import aiohttp
 
 from vllm_tide.config import parse_tide
-from vllm_tide.draft.config import read_config
-from vllm_tide.draft.kind import method_of
 from vllm_tide.speculative import FRESH, METHODS, merged
 from vllm_tide.train.step import has_fast_bfloat16
 
@@ -39,6 +37,7 @@ from bench.harness.common import (
     ServerError,
     StreamError,
     clock_text,
+    draft_method,
 )
 from bench.harness.identity import Rescored, compare_arms, rescore_all
 from bench.harness.interleave import SLICE_REQUESTS, InterleavedArm, slices
@@ -85,10 +84,8 @@ def speculative_config(
     Args:
         method: Kind of a fresh draft; None: EAGLE-3.
     """
-    if str(draft) != FRESH:
-        method = method_of(read_config(draft))
     return {
-        "method": method or METHODS[0],
+        "method": method if method and str(draft) == FRESH else draft_method(draft),
         "model": str(draft),
         "num_speculative_tokens": num_speculative_tokens,
     }
