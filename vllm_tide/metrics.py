@@ -58,7 +58,10 @@ ENGINE = (
     ),
     _counter("swaps", "Drafts installed."),
     _counter("control_steps", "Decode steps that control planned.", "steps"),
-    _counter("draft_passes", "Draft passes run: one per step and drafted position."),
+    _counter(
+        "draft_passes",
+        "Draft passes run: one per step and drafted position (DFlash runs one).",
+    ),
     _counter("drafted_tokens", "Tokens drafted."),
     _counter("verified_tokens", "Drafted tokens sent to verification."),
     _counter("accepted_tokens", "Verified tokens accepted."),
@@ -110,7 +113,7 @@ ENGINE = (
         "not_opted_in, salted, unsupported_input, malformed_tenant and not_sampled) "
         "that were not captured, by reason; ids_only: captured without hidden states; "
         "paused: capture is paused or off; over_budget, cut_short: more than the "
-        "trainer reads.",
+        "trainer reads; prefix_cached: not computed again by vLLM, so nothing is lost.",
         "dropped",
         "reason",
     ),

@@ -244,7 +244,7 @@ def train(args: argparse.Namespace) -> None:
     config = TrainConfig(
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
-        ttt_steps=draft.num_steps(args.ttt_steps, args.depth),
+        ttt_steps=draft.config.num_steps(args.ttt_steps, args.depth),
     )
     step = TrainStep(draft, target, config)
     began, rows, losses = time.monotonic(), 0, []

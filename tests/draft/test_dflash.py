@@ -313,6 +313,10 @@ def test_an_option_that_is_not_computed_is_refused(
         ({"block_size": 1}, "block_size"),
         ({"mask_token_id": VOCAB}, "mask_token_id"),
         ({"target_layer_ids": []}, "target_layer_ids"),
+        ({"target_layer_ids": [-3, 1, 2]}, "must be a list of integers from 0"),
+        ({"target_layer_ids": ["1", 2]}, "must be a list of integers from 0"),
+        ({"target_layer_ids": [True, 2]}, "must be a list of integers from 0"),
+        ({"architectures": "DFlash2DraftModel"}, "'DFlash2DraftModel' is not"),
         ({"target_layer_ids": [1, 1]}, "repeats a layer"),
     ],
 )

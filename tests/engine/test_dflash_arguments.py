@@ -84,7 +84,9 @@ def test_a_fresh_draft_is_of_the_given_method(target, tmp_path, monkeypatch) -> 
             "has 128 positions, and",
         ),
         ({"dflash_config": {"target_layer_ids": [0, 1, 9]}}, {}, "reads layer 10, but"),
-        ({"block_size": 0}, {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"block_size": 0}, {}, "block_size is 0"),
+        ({"num_hidden_layers": 2}, {}, "missing layers.1."),
+        ({"dflash_config": {"target_layer_ids": [-3, 1, 2]}}, {}, "must be a list of"),
     ],
 )
 def test_what_is_not_supported_is_refused(

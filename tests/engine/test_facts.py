@@ -64,25 +64,3 @@ def test_drafts_are_cut_on_the_host_only_where_a_step_has_landed(
     tide._open_control(None)
     assert tide.control is not None and tide.control.trims is trims
     assert tide.control.cut_on_device is adaptive
-
-
-@pytest.mark.parametrize(
-    ("section", "hidden", "rows", "mib"),
-    [
-        ({}, 576, 2048, 256),
-        ({}, 4096, 8192, 512),  # two prefill chunks of an 8B
-        ({"teacher": "topk"}, 8192, 8192, 768),
-        ({"ring_mib": 64}, 4096, 8192, 64),
-    ],
-)
-def test_the_ring_holds_two_of_the_largest_steps(
-    section: dict[str, Any], hidden: int, rows: int, mib: int
-) -> None:
-    from vllm_tide.config import CaptureConfig
-    from vllm_tide.engine.worker import ring_bytes
-    from vllm_tide.transport.ring import RingSpec
-
-    config = CaptureConfig.model_validate(section)
-    teacher = config.teacher
-    spec = RingSpec("e", hidden, (1, 2, 3), 100, "bfloat16", teacher, 8)
-    assert ring_bytes(config, spec, rows) == mib << 20

@@ -14,7 +14,7 @@ from tests.train.toys import TOY, ToyTarget, toy_trainer
 from vllm_tide.cli import train as cli
 from vllm_tide.cli.main import main
 from vllm_tide.config import GIB, TrainConfig
-from vllm_tide.draft import DraftError
+from vllm_tide.draft import DFlashConfig, DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.sidecar import loop as sidecar
@@ -27,6 +27,7 @@ from vllm_tide.train.gpu import (
     claim_memory,
     give_back_memory,
     gpu_uuid,
+    memory_need,
     release_cache,
     training_bytes,
     use_device,
@@ -95,6 +96,24 @@ def test_the_estimate_covers_the_states_of_an_8b_s_draft():
     trained, rows = 430_000_000, 2 * 128256 * 4096 * 2
     need = training_bytes(trained, rows, TrainConfig(), shape)
     assert 12 * GIB < need < 16 * GIB
+
+
+def test_the_estimate_grows_with_the_block_of_dflash():
+    shape = DFlashConfig(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        draft_vocab_size=151936,
+        aux_layer_ids=(2, 10, 18, 26, 34),
+        target_hidden_size=4096,
+        num_layers=5,
+        block_size=16,
+    )
+    needs = [memory_need(shape, TrainConfig(), depth) for depth in (3, 15)]
+    assert needs[1] > 1.2 * needs[0]
 
 
 def test_a_gpu_shared_with_a_server_is_left_to_it_by_default(monkeypatch, caplog):

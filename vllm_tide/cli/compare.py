@@ -11,7 +11,8 @@ from vllm_tide.cli import add_output, emit, fail
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "A and B are folders of JSON results from `vllm bench serve --save-result "
-        "--save-detailed`, or single files. A verdict needs two files on each side."
+        "--save-detailed`, or single files. A verdict needs two files on each side; "
+        "three give a usable interval."
     )
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="the current configuration")

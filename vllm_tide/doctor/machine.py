@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
 
-from vllm_tide.config import GIB, MIB, CaptureConfig
+from vllm_tide.config import GIB, MIB
 from vllm_tide.doctor.install import torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 
@@ -44,8 +44,18 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.0f} MiB"
 
 
-def _ring_bytes(capture: CaptureConfig) -> int:
-    return capture.ring_mib * MIB + _SEGMENT_BYTES if capture.enabled else 0
+_ROWS = 8192  # of a step: vLLM's default on a GPU
+_NUM_AUX = 3
+
+
+def _ring_bytes(subject: Subject) -> int:
+    from vllm_tide.doctor.models import hidden_size
+
+    capture = subject.tide.capture
+    if not capture.enabled:
+        return 0
+    size = capture.ring_bytes(_NUM_AUX, hidden_size(subject), _ROWS)
+    return size + _SEGMENT_BYTES
 
 
 @check("shared memory")
@@ -57,7 +67,7 @@ def shared_memory(subject: Subject) -> Finding:
 
     if problem := _write_problem(SHM_DIR):
         return problem
-    ring, weights, size_text = _ring_bytes(subject.tide.capture), 0, "0 MiB"
+    ring, weights, size_text = _ring_bytes(subject), 0, "0 MiB"
     if subject.tide.swap.enabled:
         draft, size_text = draft_bytes(subject), "unknown without the draft"
         if draft is not None:

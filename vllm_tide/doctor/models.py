@@ -70,6 +70,19 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
+def hidden_size(subject: Subject) -> int:
+    """Return the target's hidden size; 0 if it is unknown."""
+    target = subject.model and local_checkpoint(subject.model)
+    if not target:
+        return 0
+    try:
+        raw = model_config(target)
+    except ConfigError:  # reported by `fit`
+        return 0
+    size = (raw.get("text_config") or raw).get("hidden_size")
+    return size if isinstance(size, int) else 0
+
+
 def draft_bytes(subject: Subject) -> int | None:
     """Return the bytes of the draft's tensors; None if it is unknown or not local."""
     fresh = subject.draft == "fresh"
@@ -112,7 +125,7 @@ def training_need(subject: Subject) -> int | None:
             config = draft_config(model_config(draft), raw)
     except (ConfigError, DraftError):  # reported by `fit`
         return None
-    return memory_need(config, subject.tide.train)
+    return memory_need(config, subject.tide.train, _depth(subject))
 
 
 def _fresh_bytes(subject: Subject, target: dict[str, Any]) -> int:
@@ -180,6 +193,11 @@ def fit(subject: Subject) -> Finding:
     return _fit_of_checkpoint(subject, draft, shape, target)
 
 
+def _depth(subject: Subject) -> int:
+    depth = subject.speculative.get("num_speculative_tokens")
+    return depth if type(depth) is int and depth > 0 else 1
+
+
 def _fresh_config(subject: Subject, target: dict[str, Any]) -> DraftConfig:
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.fresh import fresh_config, with_vocab_size
@@ -189,8 +207,7 @@ def _fresh_config(subject: Subject, target: dict[str, Any]) -> DraftConfig:
         size, device = text.get("vocab_size", 0), tide.train.device
         settings = with_vocab_size(tide.fresh, size, device)
         method = str(subject.speculative.get("method") or METHODS[0])
-        depth = subject.speculative.get("num_speculative_tokens") or 1
-        return fresh_config(target, settings, method, depth)
+        return fresh_config(target, settings, method, _depth(subject))
     except DraftError as error:
         raise ConfigError(str(error)) from None
 
@@ -224,12 +241,12 @@ def _fit_of_checkpoint(
 
     try:
         stored = stored_tensors(draft)
-        given = subject.speculative
-        method, depth = given.get("method"), given.get("num_speculative_tokens")
+        method = subject.speculative.get("method")
         known = method if method in METHODS else None
-        check_draft(str(draft), None, shape, known, depth)
+        check_draft(str(draft), None, shape, known, _depth(subject))
     except ConfigError as error:
-        return failed(str(error), _OTHER_DRAFT)
+        about_draft = str(error).startswith("model:")
+        return failed(str(error), _OTHER_DRAFT if about_draft else _KNOBS)
     try:
         config = draft_config(model_config(draft), model_config(target))
         # Meta tensors: only dtypes and shapes are checked.

@@ -129,6 +129,15 @@ class DraftConfig:
         """Return the shape of every tensor but `lm_head.weight` and the embedding."""
         raise NotImplementedError
 
+    def num_steps(self, ttt_steps: int, depth: int) -> int:
+        """Return the drafted tokens per row to train.
+
+        Args:
+            ttt_steps: `tide.train.ttt_steps`.
+            depth: num_speculative_tokens.
+        """
+        return ttt_steps
+
     def computed_rows(self, rows: int, depth: int) -> int:
         """Return the rows of all layers in a training step of `rows` packed rows."""
         raise NotImplementedError
@@ -206,9 +215,19 @@ def refuse_options(
             )
 
 
-def sorted_layer_ids(ids: Iterable[Any], name: str) -> tuple[int, ...]:
-    """Return distinct layer ids in the order in which vLLM returns their features."""
-    out = tuple(sorted(int(i) for i in ids))
+def sorted_layer_ids(ids: Iterable[Any], name: str, lowest: int = 0) -> tuple[int, ...]:
+    """Return distinct layer ids in the order in which vLLM returns their features.
+
+    Args:
+        lowest: Smallest valid id.
+    """
+    listed = list(ids)
+    if any(type(i) is not int or i < lowest for i in listed):
+        raise DraftError(
+            f"draft config: {name} is {listed!r:.80}; it must be a list of integers "
+            f"from {lowest} on."
+        )
+    out = tuple(sorted(listed))
     if len(set(out)) != len(out):
         raise DraftError(f"draft config: {name} {list(out)!r:.80} repeats a layer.")
     return out

@@ -43,9 +43,6 @@ class DFlashDraft(Draft):
     def step_decay(self) -> float:
         return _LONG_DECAY if self.config.block_size > _LONG_BLOCK else _DECAY
 
-    def num_steps(self, ttt_steps: int, depth: int) -> int:
-        return depth  # a block is trained as it is served
-
     def choose_rows(self, steps: list[StepRows]) -> list[StepRows]:
         """Choose `MAX_BLOCKS` rows at random, from torch's generator."""
         rows = steps[0].active

@@ -82,6 +82,7 @@ class DFlashConfig(DraftConfig):
             body["model_type"] = layer.get("model_type")
             body["architectures"] = list(ARCHITECTURES)
         names = body.get("architectures") or []
+        names = [names] if isinstance(names, str) else names
         if names and not set(names) & set(ARCHITECTURES):
             raise UnsupportedDraft(
                 f"draft config: architecture {names[0]!r:.60} is not supported; "
@@ -167,6 +168,9 @@ class DFlashConfig(DraftConfig):
                 shapes[f"layers.{i}.{name}.weight"] = shape
         return shapes
 
+    def num_steps(self, ttt_steps: int, depth: int) -> int:
+        return depth  # a block is trained as it is served
+
     def computed_rows(self, rows: int, depth: int) -> int:
         return self.num_layers * (rows + min(rows, MAX_BLOCKS) * (depth + 1))
 
@@ -192,9 +196,10 @@ class DFlashConfig(DraftConfig):
 def _layer_ids(body: Mapping[str, Any], dflash: Mapping[str, Any]) -> tuple[int, ...]:
     name = "eagle_aux_hidden_state_layer_ids"
     ids = body.get(name) or body.get(_SPECULATORS_IDS)
-    if not ids:
-        name = "target_layer_ids"
-        ids = [int(i) + 1 for i in dflash.get(name) or ()]
-    if not ids:
+    if ids:
+        return sorted_layer_ids(ids, name, lowest=1)
+    name = "target_layer_ids"
+    outputs = dflash.get(name)
+    if not outputs:
         raise DraftError(f"draft config: {name} of dflash_config is missing.")
-    return sorted_layer_ids(ids, name)
+    return tuple(i + 1 for i in sorted_layer_ids(outputs, name))

@@ -149,6 +149,7 @@ class Eagle3Config(DraftConfig):
 def _refuse_unsupported(body: dict[str, Any]) -> None:
     known = set(ARCHITECTURES)
     names = body.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     if names and not known & set(names):
         raise UnsupportedDraft(
             f"draft config: architecture {names[0]!r:.60} is not supported; "

@@ -153,15 +153,6 @@ class Draft(nn.Module):
         """Weight of each further drafted token in the loss, as in the kind's paper."""
         raise NotImplementedError
 
-    def num_steps(self, ttt_steps: int, depth: int) -> int:
-        """Return the drafted tokens per row to train.
-
-        Args:
-            ttt_steps: `tide.train.ttt_steps`.
-            depth: num_speculative_tokens.
-        """
-        return ttt_steps
-
     def choose_rows(self, steps: list[StepRows]) -> list[StepRows]:
         """Return the rows to train on, of those that could be."""
         return steps

@@ -420,7 +420,7 @@ def _check_kind(
             f"it to {kind!r}, or leave it out."
         )
     block = draft.get("block_size")
-    if isinstance(block, int) and depth is not None and depth >= block:
+    if type(block) is int and type(depth) is int and 2 <= block <= depth:
         raise ConfigError(
             f"num_speculative_tokens: {depth}, but the draft {model!r} was trained for "
             f"blocks of {block} tokens, of which one is known; set at most {block - 1}."
@@ -437,7 +437,10 @@ def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -
     layers = {"num_hidden_layers": target.get_total_num_hidden_layers()}
     try:
         config = draft_config(draft, layers)
-        check_shapes(config, canonical(stored_shapes(folder)))
+        check_shapes(config, stored := canonical(stored_shapes(folder)))
+        missing = sorted(config.parameter_shapes().keys() - stored)
+        if stored and missing:  # without tensors they are in another format
+            raise DraftError(f"missing {missing[0]}.")
     except UnsupportedDraft as error:
         if method_of(draft) == METHODS[0]:
             return  # vLLM may support it; the trainer reports why it does not

@@ -25,7 +25,6 @@ from vllm_tide.capture.policy import OVERLOAD
 from vllm_tide.capture.switch import watch_capture_switch
 from vllm_tide.config import (
     MIB,
-    CaptureConfig,
     TideConfig,
     parse_tide,
     starts_trainer,
@@ -54,27 +53,11 @@ if TYPE_CHECKING:
     from vllm_tide.engine.scheduler import StepDirective
 
 
-def ring_bytes(config: CaptureConfig, spec: RingSpec, rows: int) -> int:
-    """Return the size of the ring: the knob, if given, else at least two steps.
-
-    The default is less than one prefill chunk of a large model, which would then never
-    be captured whole.
-
-    Args:
-        rows: Most rows of a step.
-    """
-    size = config.ring_mib * MIB
-    if "ring_mib" in config.model_fields_set:
-        return size
-    values = len(spec.aux_layer_ids) + (spec.teacher == "hidden")
-    return max(size, 2 * rows * values * spec.hidden_size * FEATURE_BYTES)
-
-
 C = TypeVar("C", bound=Control)
 
 logger = logging.getLogger("vllm.tide")
 
-FEATURE_DTYPE, FEATURE_BYTES = "bfloat16", 2
+FEATURE_DTYPE = "bfloat16"
 """Type of captured features and hidden teachers: half of float32, with its range."""
 
 REPORT_SECONDS = 0.5
@@ -306,7 +289,9 @@ class WorkerTide(Generic[C]):
             teacher_topk=capture.teacher_topk,
         )
         rows = int(self._worker.model_runner.max_num_tokens)
-        return RingWriter.create(spec, ring_bytes(capture, spec, rows))
+        num_aux = len(facts.aux_layer_ids)
+        size = capture.ring_bytes(num_aux, facts.hidden_size, rows)
+        return RingWriter.create(spec, size)
 
     def _create_weights(self) -> WeightsSegment:
         tensors = checkpoint_tensors(self._facts.draft_path).values()

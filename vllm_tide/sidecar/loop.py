@@ -125,7 +125,8 @@ class Sidecar:
             self._wait_for_rows(feed)
             target_path, draft_path = feed.models()
             shape = draft_config(read_config(draft_path), read_config(target_path))
-            need = gpu.memory_need(shape, self.config)
+            depth = self.manifest.num_speculative_tokens
+            need = gpu.memory_need(shape, self.config, depth)
             gpu.claim_memory(torch.device(self.config.device), need)
         self.trainer = self._make_trainer(feed, ranks)
         day0 = is_fresh(self._draft_path)
@@ -409,7 +410,9 @@ class Sidecar:
                 "trained draft would have a low acceptance."
             )
         self._target_path, self._draft_path = target_path, draft_path
-        steps = draft.num_steps(self.config.ttt_steps, manifest.num_speculative_tokens)
+        steps = draft.config.num_steps(
+            self.config.ttt_steps, manifest.num_speculative_tokens
+        )
         config = self.config.model_copy(update={"ttt_steps": steps})
         stepper: Stepper
         if ranks is None:

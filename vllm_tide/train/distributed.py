@@ -312,7 +312,8 @@ def setup_of(
         "target_path": target_path,
         "draft_path": draft_path,
         "shared": list(shared),
-        "config": config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json", exclude={"ttt_steps"}),
+        "ttt_steps": config.ttt_steps,  # DFlash: not limited as the knob is
     }
 
 
@@ -320,6 +321,7 @@ def load_setup(setup: dict[str, Any]) -> tuple[Draft, TargetRows, TrainConfig]:
     from vllm_tide.draft.checkpoint import load_draft
 
     config = TrainConfig.model_validate(setup["config"])
+    config = config.model_copy(update={"ttt_steps": setup["ttt_steps"]})
     target = TargetRows.load(setup["target_path"], config.device)
     draft = load_draft(setup["draft_path"], target, frozenset(setup["shared"]))
     return draft, target, config

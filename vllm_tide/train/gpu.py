@@ -81,8 +81,14 @@ def training_bytes(
     return 22 * trained + frozen_bytes + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
 
 
-def memory_need(draft: DraftConfig, config: TrainConfig) -> int:
-    """Return an upper estimate of the trainer's device memory (bytes)."""
+def memory_need(draft: DraftConfig, config: TrainConfig, depth: int) -> int:
+    """Return an upper estimate of the trainer's device memory (bytes).
+
+    Args:
+        depth: num_speculative_tokens.
+    """
+    steps = draft.num_steps(config.ttt_steps, depth)
+    config = config.model_copy(update={"ttt_steps": steps})
     trained = sum(map(math.prod, draft.parameter_shapes().values()))
     trained += draft.draft_vocab_size * draft.hidden_size
     frozen = 2 * 2 * draft.vocab_size * draft.target_hidden_size
