@@ -44,6 +44,7 @@ def test_the_steps_that_end_warm_up_requests_do_not_count_as_the_first():
     worker, calls = WorkerTideV2.__new__(WorkerTideV2), []
     worker.__dict__ |= {
         "swapper": None, "capture": None, "_guard": Guard("test"),
+        "_reports": Guard("test"),
         "_at_first_step": [lambda: calls.append("first step")],
     }  # fmt: skip
     worker._between_steps(SimpleNamespace(num_scheduled_tokens={}, tide=None))

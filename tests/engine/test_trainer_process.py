@@ -129,7 +129,7 @@ def test_a_hanging_process_is_killed_and_started_again(tmp_path, sidecar, monkey
 def test_a_hanging_process_dumps_its_stacks_before_it_is_killed(
     tmp_path, sidecar, monkeypatch
 ):
-    monkeypatch.setattr(trainer_process, "HUNG_S", 0.2)
+    monkeypatch.setattr(trainer_process, "HUNG_S", 1.0)  # a loaded machine starts it
     tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
     polls = iter([True])
     one = sidecar(tells, reads=lambda: next(polls, False))
