@@ -31,7 +31,7 @@ LINES = {
     "kernels": 1_480,
     "memory": 292,
     "plan": 608,
-    "sidecar": 829,
+    "sidecar": 841,
     "top": 710,
     "train": 4_636,
     "transport": 6_404,

@@ -178,9 +178,15 @@ def test_a_servers_gpu_is_used_after_its_first_request(engine, monkeypatch):
         assert not order
         engine.serve(1)
 
+    announce = loop.announce_trainer
+    monkeypatch.setattr(
+        loop,
+        "announce_trainer",
+        lambda folders: (order.append("announce"), announce(folders))[1],
+    )
     monkeypatch.setattr(loop.time, "sleep", sleep)
     sidecar = attach(engine)
-    assert order == ["claim", "load"]
+    assert order == ["claim", "announce", "load"]
     sidecar.feeds.close()
 
 

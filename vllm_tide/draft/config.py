@@ -1,4 +1,4 @@
-"""What all kinds of drafts have in their `config.json`: sizes, layers read, RoPE.
+"""Configuration that all kinds of drafts share: sizes, layers read, RoPE.
 
 Every kind refuses the options that it does not support: an ignored option would give a
 draft that trains but has low acceptance when served.

@@ -36,7 +36,14 @@ from vllm_tide.metrics import finite
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.tracing import open_tracing
 from vllm_tide.train import checkpoint, gpu
-from vllm_tide.train.distributed import LeadRank, OneRank, Stepper, setup_of
+from vllm_tide.train.distributed import (
+    HEARTBEAT_S,
+    LeadRank,
+    OneRank,
+    Stepper,
+    send_heartbeat,
+    setup_of,
+)
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.trainer import Trainer
@@ -112,6 +119,13 @@ class Sidecar:
         engines = (self.manifest, *read_manifests(run_dir))
         servers = {uuid for engine in engines for uuid in engine.gpu_uuids}
         self.config = gpu.with_gpu_share(self.config, servers)
+        if gpu.serves_on(self.config, servers):
+            self._wait_for_rows(feed, ranks)
+            target_path, draft_path = feed.models()
+            shape = draft_config(read_config(draft_path), read_config(target_path))
+            depth = self.manifest.num_speculative_tokens
+            need = gpu.memory_need(shape, self.config, depth)
+            gpu.claim_memory(torch.device(self.config.device), need)
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
         folders = state_dirs(run_dir) or [self.config.state_dir]
@@ -121,13 +135,6 @@ class Sidecar:
         self._trained_s = 0.0
         self._cycle_began: float | None = None
         self._served = ServedRequests(Groups())
-        if gpu.serves_on(self.config, servers):
-            self._wait_for_rows(feed)
-            target_path, draft_path = feed.models()
-            shape = draft_config(read_config(draft_path), read_config(target_path))
-            depth = self.manifest.num_speculative_tokens
-            need = gpu.memory_need(shape, self.config, depth)
-            gpu.claim_memory(torch.device(self.config.device), need)
         self.trainer = self._make_trainer(feed, ranks)
         day0 = is_fresh(self._draft_path)
         self.schedule = Schedule(
@@ -378,7 +385,7 @@ class Sidecar:
             self._purges.done(request, counts)
             self.report.add("purge", **counts)
 
-    def _wait_for_rows(self, feed: Feed) -> None:
+    def _wait_for_rows(self, feed: Feed, ranks: Ranks | None) -> None:
         """Wait for the first captured rows, so until the server's KV cache exists.
 
         Memory that is taken before is missing when vLLM sizes the cache.
@@ -387,8 +394,13 @@ class Sidecar:
             TransportError: The engine has ended.
         """
         logger.info("waiting for the server's first request before using its GPU")
-        while not any(feed.stats()[name] for name in ("waiting_bytes", "dropped_rows")):
+        names = ("waiting_bytes", "waiting_shards", "dropped_rows")
+        last_heartbeat = time.monotonic()
+        while not any(feed.stats().get(name) for name in names):
             self.feeds.heartbeat()
+            if ranks is not None and time.monotonic() - last_heartbeat >= HEARTBEAT_S:
+                send_heartbeat(ranks)
+                last_heartbeat = time.monotonic()
             if not feed.alive():
                 raise TransportError("the engine has ended before its first request")
             time.sleep(IDLE_SLEEP_S)
