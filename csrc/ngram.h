@@ -8,7 +8,7 @@
 namespace tide {
 
 // Lengths of the n-grams that are looked up, longest first; ORDERS in Python.
-constexpr int64_t kOrders[] = {8, 5, 3};
+constexpr int64_t kOrders[] = {5, 3, 2};
 constexpr int64_t kLongest = kOrders[0];
 constexpr int64_t kNumOrders = sizeof kOrders / sizeof *kOrders;
 

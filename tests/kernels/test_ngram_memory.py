@@ -25,9 +25,9 @@ def follow(text, window):
     low = max(len(text) - window, 0)
     for end in range(low + 1, len(text)):
         run = 0
-        while run < 16 and end - run > low and text[end - 1 - run] == text[-1 - run]:
+        while run < 8 and end - run > low and text[end - 1 - run] == text[-1 - run]:
             run += 1
-        order = sum(run >= size for size in (3, 5, 8))
+        order = sum(run >= size for size in (2, 3, 5))
         best = max(best, (order, end, run) if order else best)
     order, end, run = best
     if not order:
@@ -199,12 +199,12 @@ def test_a_slots_next_request_gets_no_proposals_of_the_previous_one():
     rig.reference.counts[MEMORY] = 100  # a high estimate
     rig.table.counts.copy_(torch.tensor(rig.reference.counts))
     assert rig.step({0: [7]}, drafts) == [[7] * K]
-    rig.admit(0, [7, 7, 3])  # as the previous one began: all its matches are beyond
+    rig.admit(0, [7, 3])  # as the previous one began: all its matches are beyond
     assert rig.step({0: []}, drafts) == [[100] * K]
-    assert rig.step({0: [7, 7, 7]}, drafts) == [[100] * K]
+    assert rig.step({0: [7, 7]}, drafts) == [[100] * K]
     # A preempted request comes back as a new one with a longer text.
     rig.admit(0, [*rig.reference.texts[0], 3, 7])
-    assert rig.step({0: [7]}, drafts) == [[7, 3, 7, 7]]
+    assert rig.step({0: [7]}, drafts) == [[3, 7, 7, 3]]
     # A text that is not copied whole is neither searched nor known.
     names, num = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
     rig.admit(0, [7] * 2000)
@@ -251,10 +251,10 @@ def test_without_a_draft_nothing_is_proposed_but_everything_is_graded():
 
 def test_the_buckets_are_those_of_model_runner_v1():
     assert op._BUCKETS.value == len(MATCHES) + 1
-    assert MATCHES == (3, 4, 5, 8, 16), "written out in the kernel"
+    assert MATCHES == (2, 3, 4, 5, 8), "written out in the kernel"
     from vllm_tide.memory.ngram import MOST_MATCH, ORDERS
 
-    assert op._MOST_MATCH.value == MOST_MATCH and ORDERS == (8, 5, 3)
+    assert op._MOST_MATCH.value == MOST_MATCH and ORDERS == (5, 3, 2)
 
 
 def test_no_step_size_compiles_another_kernel():

@@ -25,12 +25,12 @@ def text_of(rows: list[list[int]], new: list[list[int]], width: int = 4096) -> T
 
 def search(text: list[int]) -> tuple[list[int], int]:
     """Search by brute force: longest suffix of the orders, its latest occurrence."""
-    for order in (8, 5, 3):
+    for order in (5, 3, 2):
         for end in range(len(text) - 1, order - 1, -1):
             if text[end - order : end] != text[-order:]:
                 continue
             match = order
-            most = min(16, end)
+            most = min(8, end)
             while match < most and text[end - match - 1] == text[-match - 1]:
                 match += 1
             period = len(text) - end
@@ -74,7 +74,7 @@ def test_a_long_text_is_indexed_in_pieces():
         tokens, match = index.propose(np.zeros(1, np.int64), view)
         matches.append((tokens[0].tolist(), int(match[0])))
     # The first piece has it already; so does the whole.
-    assert matches[0] == matches[-1] == (text[120 : 120 + K], 16)
+    assert matches[0] == matches[-1] == (text[120 : 120 + K], 8)
 
 
 @settings(max_examples=20, deadline=None)
@@ -96,8 +96,8 @@ def test_a_slots_next_request_gets_no_tokens_of_the_previous_one(data):
         tokens, match = index.propose(slot, view)
         if match[0]:
             assert set(tokens[0].tolist()) <= set(own[:upto])
-            gram = own[upto - 3 : upto]
-            before = [own[e - 3 : e] for e in range(3, upto)]
+            gram = own[upto - 2 : upto]
+            before = [own[e - 2 : e] for e in range(2, upto)]
             assert gram in before, "an occurrence of one's own"
 
 
@@ -111,4 +111,4 @@ def test_positions_outside_of_the_index_are_refused(slot, known, count):
         text = Text(table, np.array([known]), new, np.array([count]))
         index.propose(np.array([slot]), text)
     tokens, match = index.propose(np.zeros(1, np.int64), text_of([[1] * 20], [[]]))
-    assert (tokens[0].tolist(), match[0]) == ([1] * K, 16), "it works on"
+    assert (tokens[0].tolist(), match[0]) == ([1] * K, 8), "it works on"

@@ -27,7 +27,7 @@ WINDOW = 1 << 15
 """Newest tokens of a request that are searched."""
 _BLOCK, _ROWS = tl.constexpr(1024), tl.constexpr(32)
 _BUCKETS = tl.constexpr(6)  # `MATCHES` of `memory/source.py`, and no match
-_MOST_MATCH = tl.constexpr(16)
+_MOST_MATCH = tl.constexpr(8)
 # A score consists of the order of a match, its end and its length.
 _ORDER_BIT, _PLACE_BIT = tl.constexpr(40), tl.constexpr(8)
 # They change from step to step, so no kernel may be specialized to them.
@@ -327,7 +327,7 @@ def _scan_kernel(
         tl.store(ours + (at & (WINDOW - 1)), token, mask=new)
         same = at < total
         run = tl.zeros([_BLOCK], tl.int32)
-        for j in tl.static_range(0, 3):
+        for j in tl.static_range(0, 2):
             place = tl.where(same, at - 1 - j, -1)
             last = _token(ours, theirs, total - 1 - j, low, begin, WINDOW)
             same = (
@@ -337,7 +337,7 @@ def _scan_kernel(
             )
             run += same.to(tl.int32)
         if tl.max(same.to(tl.int32), axis=0) > 0:
-            for i in range(3, _MOST_MATCH):
+            for i in range(2, _MOST_MATCH):
                 place = tl.where(same, at - 1 - i, -1)
                 last = _token(ours, theirs, total - 1 - i, low, begin, WINDOW)
                 same = (
@@ -346,8 +346,8 @@ def _scan_kernel(
                     & (_token(ours, theirs, place, low, begin, WINDOW) == last)
                 )
                 run += same.to(tl.int32)
-        order = (run >= 3).to(tl.int64) + (run >= 5).to(tl.int64)
-        order += (run >= 8).to(tl.int64)
+        order = (run >= 2).to(tl.int64) + (run >= 3).to(tl.int64)
+        order += (run >= 5).to(tl.int64)
         score = (order << _ORDER_BIT) | (at.to(tl.int64) << _PLACE_BIT) | run
         result = tl.max(tl.where(order > 0, score, 0), axis=0)
     tl.store(best + b * best_stride + part, result)
@@ -396,9 +396,9 @@ def _choose_kernel(
         score = tl.where(whole, tl.max(score, axis=0), 0)
         place = ((score >> _PLACE_BIT) & 0xFFFFFFFF).to(tl.int32)
         run = (score & 0xFF).to(tl.int32)
-        match = (run >= 3).to(tl.int32) + (run >= 4).to(tl.int32)
-        match += (run >= 5).to(tl.int32) + (run >= 8).to(tl.int32)
-        match += (run >= 16).to(tl.int32)
+        match = (run >= 2).to(tl.int32) + (run >= 3).to(tl.int32)
+        match += (run >= 4).to(tl.int32) + (run >= 5).to(tl.int32)
+        match += (run >= 8).to(tl.int32)
         # Continue beyond the text's end periodically, as in LZ77.
         ahead = place + k % tl.maximum(total - place, 1)
         proposed = tl.load(

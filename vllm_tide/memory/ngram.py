@@ -14,10 +14,10 @@ import numpy as np
 
 from vllm_tide._shm import ngram_propose
 
-ORDERS = (8, 5, 3)
+ORDERS = (5, 3, 2)
 """Lengths of the looked-up n-grams; the longest that occurred before is used. Equal to
 those of `csrc/ngram.h`."""
-MOST_MATCH = 16
+MOST_MATCH = 8
 """Limit of the match length: a hit is extended backwards to this many tokens."""
 CHUNK = 4096
 """Most tokens indexed per step, in the order of the requests. A long prompt is indexed

@@ -16,7 +16,7 @@ from vllm_tide.memory.ngram import NgramIndex, Text
 
 DRAFT, MEMORY = 0, 1
 """Sources of drafts."""
-MATCHES = (3, 4, 5, 8, 16)
+MATCHES = (2, 3, 4, 5, 8)
 """Match lengths at which the next bucket begins; bucket 0 is no match."""
 PRIOR = np.array([0.6, 0.4])  # prior acceptance of a token, by source
 SHRINK = 8.0  # prior weight (tokens) for shrinking depths to buckets, these to `PRIOR`
