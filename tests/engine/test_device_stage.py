@@ -13,7 +13,7 @@ import torch
 from tests.transport.samples import identity, make_spec
 from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine import capture, staging
+from vllm_tide.engine import capture, device_stage
 from vllm_tide.engine.device_stage import DeviceStage
 from vllm_tide.transport import RingReader, RingWriter
 
@@ -175,7 +175,7 @@ def engine(gpu, monkeypatch):
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 def test_records_equal_those_of_a_cpu(engine, gpu, teacher, monkeypatch):
     per_stage = []
-    for make_stage in (capture.make_stage, staging.make_stage):
+    for make_stage in (capture.make_stage, device_stage.make_stage):
         monkeypatch.setattr(capture, "make_stage", make_stage)
         each = engine(teacher)
         for seed in range(3):

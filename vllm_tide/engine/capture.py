@@ -22,13 +22,8 @@ import torch
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.step import RequestRows, Step
 from vllm_tide.config import CaptureConfig
-from vllm_tide.engine.staging import (
-    WIRE_DTYPES,
-    RunLayout,
-    TopRows,
-    make_stage,
-    top_k_teacher,
-)
+from vllm_tide.engine.device_stage import make_stage
+from vllm_tide.engine.staging import WIRE_DTYPES, RunLayout, TopRows, top_k_teacher
 from vllm_tide.kernels.topk_teacher import TopKWorkspace, topk_teacher
 from vllm_tide.transport.record import MEMORY
 from vllm_tide.transport.ring import Collect, RingWriter

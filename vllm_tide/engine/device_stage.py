@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from vllm_tide.engine.staging import (
+    HostStage,
     PinnedBytes,
     Run,
     RunLayout,
@@ -160,3 +161,12 @@ class DeviceStage:
             return self._all[:n]
         staged.indices[:n].numpy()[:] = rows
         return self._some[:n].copy_(staged.indices[:n], non_blocking=True)
+
+
+def make_stage(
+    device: torch.device, max_steps: int, layout: RunLayout, ring_bytes: int
+) -> HostStage | DeviceStage:
+    """Create the stage for a device; `ring_bytes` is the capacity of the ring."""
+    if device.type == "cpu":
+        return HostStage(max_steps, layout)
+    return DeviceStage(max_steps, layout, device, ring_bytes)

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -22,12 +21,8 @@ from torch import Tensor
 
 from vllm_tide.capture.step import TopK
 
-if TYPE_CHECKING:
-    from vllm_tide.engine.device_stage import DeviceStage
-
 logger = logging.getLogger("vllm.tide")
 
-RowStage: TypeAlias = "HostStage | DeviceStage"
 TopRows = tuple[Tensor, Tensor, Tensor]
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _ALIGN = 16
@@ -273,17 +268,6 @@ class HostStage:
 
     def close(self) -> None:
         """Do nothing; a `DeviceStage` releases its host memory here."""
-
-
-def make_stage(
-    device: torch.device, max_steps: int, layout: RunLayout, ring_bytes: int
-) -> RowStage:
-    """Create the stage for a device; `ring_bytes` is the capacity of the ring."""
-    if device.type == "cpu":
-        return HostStage(max_steps, layout)
-    from vllm_tide.engine.device_stage import DeviceStage
-
-    return DeviceStage(max_steps, layout, device, ring_bytes)
 
 
 class PinnedBytes:

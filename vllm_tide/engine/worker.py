@@ -1,6 +1,6 @@
 """TIDE's part of the worker: ring, weights segment, capture, swapper, trainer process.
 
-Created once per worker after the models are loaded (`make_worker`). Calls per step:
+Created once per worker after the models are loaded (`factory.py`). Calls per step:
 `begin_step` before it, and the hooks of the runner (`worker_v1.py`, `worker_v2.py`).
 """
 
@@ -26,7 +26,6 @@ from vllm_tide.capture.switch import watch_capture_switch
 from vllm_tide.config import (
     MIB,
     TideConfig,
-    parse_tide,
     starts_trainer,
 )
 from vllm_tide.engine.capture import Capture
@@ -65,39 +64,11 @@ RETRY_SECONDS = 2.0
 """Interval of checks for the engine's manifest (s)."""
 
 
-def make_worker(worker: Any) -> WorkerTide[Any] | None:
-    """Create the worker's part of TIDE; return None if `tide` is not configured.
-
-    Args:
-        worker: vLLM's `Worker` after `load_model`; sets the attribute `tide`, which the
-            patches read, of its runner and of the runner's draft proposer.
-    """
-    speculative = worker.vllm_config.speculative_config
-    if speculative is None or speculative.tide is None:
-        return None
-    made: type[WorkerTide[Any]]
-    if worker.use_v2_model_runner:
-        from vllm_tide.engine.worker_v2 import WorkerTideV2 as made
-    else:
-        from vllm_tide.engine.worker_v1 import WorkerTideV1 as made
-    tide = made(worker, parse_tide(speculative.tide))
-    tide.attach()
-    worker.reload_weights = _refuse_reload
-    return tide
-
-
 def with_valid_topk(config: TideConfig, vocab_size: int) -> TideConfig:
     """Limit `capture.teacher_topk` to the size of the target's vocabulary."""
     topk = min(config.capture.teacher_topk, vocab_size)
     capture = config.capture.model_copy(update={"teacher_topk": topk})
     return config.model_copy(update={"capture": capture})
-
-
-def _refuse_reload(*_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        "tide: reload_weights is not supported, because the draft is trained for the "
-        "target's original weights; restart the server with the new ones."
-    )
 
 
 class WorkerTide(Generic[C]):
@@ -170,6 +141,13 @@ class WorkerTide(Generic[C]):
     def attach(self) -> None:
         """Set the attribute `tide` of the runner and its drafter."""
         raise NotImplementedError
+
+    def refuse_reload(self) -> None:
+        """Raise the error of a reload of the target's weights (hook)."""
+        raise RuntimeError(
+            "tide: reload_weights is not supported, because the draft is trained for "
+            "the target's original weights; restart the server with the new ones."
+        )
 
     def on_logits(self, logits: torch.Tensor | None) -> None:
         """Process the target's raw logits before sampling (hook)."""

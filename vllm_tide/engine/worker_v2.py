@@ -1,8 +1,9 @@
 """TIDE's part of the worker on Model Runner V2: the runner's hooks.
 
-Calls before any step: `attach`, `make_verification`. Order of calls in a step:
-`begin_step`, `on_logits`, `_open`, `on_draft_logits` in each draft pass (on a GPU
-inside its captured graph), `on_step`, `choose_drafts` with synchronous scheduling.
+Calls before any step: `attach`, `make_verification`, `plan_graphs`. Order of calls in
+a step: `begin_step`, `on_logits`, `before_draft`, `on_draft_logits` in each draft pass
+(on a GPU inside its captured graph), `on_first_draft_pass`, `on_drafted`, `on_step`,
+`choose_drafts` with synchronous scheduling.
 """
 
 from __future__ import annotations
@@ -67,81 +68,44 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         super().__init__(worker, config)
 
     def attach(self) -> None:
-        """Set the attribute `tide` of runner and speculator, and wrap their methods."""
-        runner, speculator = self._runner, self._runner.speculator
-        runner.tide = speculator.tide = self
-        sample, propose = runner.sample, speculator.propose
-        pending: list[Any] = []  # hidden states of the target, then `sample`'s result
-
-        def sampled(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            pending[:] = [hidden_states]  # some targets pass other ones to the draft
-            result = sample(hidden_states, *args, **kwargs)
-            pending.append(result)
-            return result
-
-        def proposed(*args: Any, **kwargs: Any) -> Any:
-            if not pending or self._is_dummy:  # a dummy run does not sample
-                pending.clear()
-                return propose(*args, **kwargs)
-            (rows, result), pending[:] = pending, []
-            self._steps.run("open", self._open, args[0], rows, args[4])
-            drafts = propose(*args, **kwargs)
-            if self._block and self.control is not None:
-                self.control.clock.first_drafted()
-            if memory is not None:
-                depth = kwargs["num_speculative_tokens"]
-                memory.propose(args[0], result[1], drafts, depth)
-            return drafts
-
-        def observed(slots: torch.Tensor, *counts: torch.Tensor) -> None:
-            if pending and not self._is_dummy and memory is not None:
-                sampled_ids = pending[1][0].sampled_token_ids
-                counts = memory.grade(slots, sampled_ids, *counts)
-            observe(slots, *counts)
-
-        runner.sample, speculator.propose = sampled, proposed
-        memory = None
-        if self.control is not None and self._config.test_time.memory != "off":
+        """Set the attribute `tide` of the runner and its speculator."""
+        runner = self._runner
+        runner.tide = runner.speculator.tide = self
+        if self.control is None:
+            return
+        if self._config.test_time.memory != "off":
             from vllm_tide.engine.memory_v2 import MemoryV2
 
-            memory = self.control.memory = MemoryV2(runner)
-            observe = speculator.observe_verification
-            speculator.observe_verification = observed
+            self.control.memory = MemoryV2(runner)
         if runner.device.type != "cpu":
-            self._replay_each_length()
-        if self.control is not None and runner.device.type != "cpu":
+            speculative = self._worker.vllm_config.speculative_config
+            table = speculative.num_speculative_tokens_per_batch_size
+            if self._config.control.policy != "static" and table:  # none: DP ranks
+                self._lengths = offered(
+                    runner.num_speculative_steps, runner.max_num_reqs
+                )
             self.control.lengths = self._lengths
-        if self.control is not None and runner.device.type != "cpu":
             # It measures nothing, so it does not need the KV cache.
             self.warm_up()
-        if self.control is not None and hasattr(speculator, "on_prefill_end"):
-            # Called after the launch of the draft's first pass, outside of its graph;
-            # upstream's method does nothing for an EAGLE-3 draft.
-            inner, clock = speculator.on_prefill_end, self.control.clock
 
-            def on_prefill_end(num_reqs: int) -> None:
-                inner(num_reqs)
-                clock.first_drafted()
+    def plan_graphs(self, init: Callable[[Any], None], mode: Any) -> None:
+        """Create the draft's graph managers and plan graphs for each length (hook).
 
-            speculator.on_prefill_end = on_prefill_end
-
-    def _replay_each_length(self) -> None:
-        runner, speculator = self._runner, self._runner.speculator
+        Args:
+            init: Upstream's method, which takes the `CUDAGraphMode`.
+        """
+        runner = self._runner
+        if runner.device.type == "cpu":
+            init(mode)
+            return
         speculative = self._worker.vllm_config.speculative_config
         table = speculative.num_speculative_tokens_per_batch_size
-        if self._config.control.policy != "static" and table:  # no table: DP ranks
-            self._lengths = offered(runner.num_speculative_steps, runner.max_num_reqs)
-        init = speculator.init_cudagraph_manager
-
-        def init_cudagraph_manager(mode: Any) -> None:
-            if self._block:  # the draft has one length
-                speculative.num_speculative_tokens_per_batch_size = None
-            init(mode)
-            speculative.num_speculative_tokens_per_batch_size = table
-            draft = None if self._block else speculator.prefill_cudagraph_manager
-            replay_each(runner.cudagraph_manager, draft, self._lengths)
-
-        speculator.init_cudagraph_manager = init_cudagraph_manager
+        if self._block:  # the draft has one length
+            speculative.num_speculative_tokens_per_batch_size = None
+        init(mode)
+        speculative.num_speculative_tokens_per_batch_size = table
+        draft = None if self._block else runner.speculator.prefill_cudagraph_manager
+        replay_each(runner.cudagraph_manager, draft, self._lengths)
 
     def make_verification(self, create: Callable[..., Any], **upstream: Any) -> Any:
         """Create vLLM's manager of adaptive verification with TIDE's costs (hook).
@@ -232,6 +196,49 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self.control.target_ran()
         super().on_logits(logits)
 
+    def before_draft(
+        self,
+        batch: Any,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor],
+        sampled_token_ids: torch.Tensor,
+        *counts: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Open a step and stage its rows, before the draft overwrites them (hook).
+
+        Args:
+            batch: vLLM's `InputBatch` (V2).
+            hidden_states: [>= rows, H], after the final norm.
+            aux_hidden_states: num_aux tensors [>= rows, H].
+            sampled_token_ids: int64 [n, w].
+            counts: Sampled and rejected tokens, int32 [n] each.
+
+        Returns:
+            `counts` for the draft's acceptance estimator; see `MemoryV2.grade`.
+        """
+        if self._is_dummy:
+            return counts
+        self._steps.run("open", self._open, batch, hidden_states, aux_hidden_states)
+        if self.control is None or self.control.memory is None:
+            return counts
+        return self.control.memory.grade(batch.idx_mapping, sampled_token_ids, *counts)
+
+    def on_first_draft_pass(self) -> None:
+        """Mark the launch of the draft's first pass, outside of its graph (hook)."""
+        if self.control is not None:
+            self.control.clock.first_drafted()
+
+    def on_drafted(
+        self, batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, depth: int
+    ) -> None:
+        """Replace drafts by the n-gram memory's; see `MemoryV2.propose` (hook)."""
+        if self.control is None or self._is_dummy:
+            return
+        if self._block:
+            self.control.clock.first_drafted()
+        if self.control.memory is not None:
+            self.control.memory.propose(batch, num_sampled, drafts, depth)
+
     def on_draft_logits(
         self, logits: torch.Tensor, draft_step: torch.Tensor | None = None
     ) -> None:
@@ -306,7 +313,6 @@ class WorkerTideV2(WorkerTide[ControlV2]):
             self._take_landed()
 
     def _open(self, batch: Any, *hidden: Any) -> None:
-        """Open a step and stage its rows, before the draft overwrites the outputs."""
         if self.capture is None and self.control is None:
             return
         version = 0 if self.swapper is None else self.swapper.version
