@@ -12,7 +12,14 @@ import torch
 
 from tests.transport.samples import make_spec
 from tests.transport.step_rows import request_rows, step_rows
-from vllm_tide.capture.policy import RowBudget
+from vllm_tide.capture.policy import (
+    CUT_SHORT,
+    FIRST_SLOT,
+    NOT_CAPTURED,
+    OVER_BUDGET,
+    RowBudget,
+    Ticket,
+)
 from vllm_tide.capture.step import Step
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.capture import Capture
@@ -76,7 +83,7 @@ class Server:
         step.sampled = np.zeros((BATCH, K + 1), np.int64)
         step.token_ids = self.ids.numpy()
         if step.full:
-            self.staged += sum(counts[i] for i in step.first)
+            self.staged += sum(counts[i] for i in step.taken)
         self.capture.write(step)
         if step.staged is not None:
             step.staged.release()
@@ -164,9 +171,34 @@ def test_a_request_longer_than_the_ring_is_admitted_again():
     budget, now = RowBudget(lambda: now[0]), [0.0]
     budget._output_rows = 1e6
     budget.update(ring)
-    ticket = SimpleNamespace(key=1, prompt=-1, rows=0)
-    assert budget.take(ticket, 10, 5000) is None
-    assert budget.take(SimpleNamespace(key=2, prompt=-1, rows=0), 10, 5) is not None
+    tickets = [Ticket(1, None), Ticket(2, None)]
+    budget.take(tickets, np.array([10, 10]), np.array([5000, 5]))
+    assert [ticket.refusal for ticket in tickets] == [None, "over_budget"]
+
+
+def test_running_requests_keep_their_rows_while_others_are_refused_or_cut_short():
+    ring = SimpleNamespace(
+        level=lambda: (0, 0), capacity=1 << 20, spec=SimpleNamespace(row_bytes=960)
+    )
+    budget = RowBudget()
+    budget._output_rows = 1.0
+    tickets = [Ticket(key, None) for key in range(100)]  # more than the first places
+    one, left_out = np.ones(100, np.int64), Ticket(0, "opted_out")
+    budget.update(ring)
+    first = budget.take(tickets, one, one)
+    assert len(set(first.tolist())) == 100 and first.min() >= FIRST_SLOT
+    budget.update(ring)
+    new = Ticket(100, None)
+    counts = np.array([*one[:98] * 8, 500, 1, 10, 10])
+    slots = budget.take([*tickets, left_out, new], counts, counts)
+    assert slots[:98].tolist() == first[:98].tolist()
+    assert slots[98:].tolist() == [CUT_SHORT, first[99], NOT_CAPTURED, OVER_BUDGET]
+    assert (tickets[98].refusal, new.refusal) == ("cut_short", "over_budget")
+    # The place of a request that ended is used again.
+    for ticket in tickets:
+        budget.end(ticket)
+    budget.update(ring)
+    assert budget.take([Ticket(101, None)], one[:1], one[:1]).tolist() == [FIRST_SLOT]
 
 
 def test_rows_from_the_prefix_cache_use_no_budget(server):
@@ -178,7 +210,8 @@ def test_rows_from_the_prefix_cache_use_no_budget(server):
     for number in range(30):
         budget.update(each.ring)
         ticket = capture._admit(f"long{number}", None, True)
-        assert budget.take(ticket, 10, 1000) is None
+        budget.take([ticket], np.array([10]), np.array([1000]))
+        assert ticket.refusal is None
         of = {"count": 10, "start": 990, "num_prompt_tokens": 1000, "committed": 1}
         capture._write(request_rows([ticket], **of), step)
     assert capture.dropped["prefix_cached"] == 30 * 990

@@ -6,9 +6,12 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
+
+import numpy as np
 
 from vllm_tide.transport.ring import RingWriter
 from vllm_tide.transport.tenant import KEY_BYTES, NO_TENANT, tenant_id
@@ -34,6 +37,8 @@ REFUSALS = (
 """Reasons that count requests instead of rows, in the order of the checks."""
 OVERLOAD = ("over_budget", "cut_short")
 """Reasons of `RowBudget`: they count rows."""
+NEW, NOT_CAPTURED, OVER_BUDGET, CUT_SHORT, FIRST_SLOT = range(5)
+"""Numbers of `Ticket.slot`: `FIRST_SLOT` and above are places in `RowBudget`."""
 _NO = (False, 0, "0", "false", "False", "no", "off")
 _YES = (True, 1, "1", "true", "True", "yes", "on")
 
@@ -48,8 +53,7 @@ class Ticket:
         tenant: Id of its tenant; 0 if the request has none.
         started: Whether a row of it has been captured.
         capped: Whether it limits its drafts, so its speed is no measure of the draft.
-        rows: Full rows captured so far.
-        prompt: Tokens of its prompt after admission by `RowBudget`; else -1.
+        slot: Its place in `RowBudget`, or one of the numbers below `FIRST_SLOT`.
     """
 
     key: int
@@ -58,8 +62,11 @@ class Ticket:
     started: bool = False
     sampled: bool = False
     capped: bool = False
-    rows: int = 0
-    prompt: int = -1
+    slot: int = 0
+
+
+NO_TICKET = Ticket(0, "unknown")
+"""Ticket of requests without one."""
 
 
 class CapturePolicy:
@@ -162,7 +169,9 @@ class RowBudget:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.staged = 0
-        self._admitted: dict[int, Ticket] = {}
+        # By slot: rows staged so far and prompt tokens of the admitted requests.
+        self._rows, self._prompts = np.zeros((2, 64), np.int64)
+        self._admitted = np.zeros(64, bool)
         self._output_rows = 128.0  # average of a request
         self._row_bytes = self._capacity = self._used = 0
         # Expected further rows of admitted requests; whether they are up to date.
@@ -185,49 +194,105 @@ class RowBudget:
             self._seen = (now, head, tail)
             weight = -math.expm1(-seconds / self.SECONDS)
             self._flow += weight * ((head - old_head) / seconds - self._flow)
-            self._crowd += weight * (len(self._admitted) - self._crowd)
+            self._crowd += weight * (int(self._admitted.sum()) - self._crowd)
             if tail < old_head:
                 self._rate += weight * ((tail - old_tail) / seconds - self._rate)
             else:
                 self._rate = max(self._rate, self._flow)
 
-    def take(self, ticket: Ticket, count: int, prompt: int) -> str | None:
-        """Admit full rows of a request; return the reason of a refusal, else None."""
-        if ticket.prompt < 0:
-            if not self._fits(prompt):
-                return "over_budget"
-            ticket.prompt = prompt
-            self._admitted[ticket.key] = ticket
-            self._owed += prompt + self._output_rows
-            self._owed_prompt += prompt
-        size = self.size(count)
-        # A record that does not fit at the end of the ring leaves that space empty.
-        if self._used + size > self._capacity * 15 // 16:
-            self.end(ticket)
-            return "cut_short"
-        ticket.rows += count
-        self._used += size
-        return None
+    def take(
+        self, tickets: Sequence[Ticket], counts: np.ndarray, prompts: np.ndarray
+    ) -> np.ndarray:
+        """Admit full rows of a step's requests, those that run already first.
 
-    def size(self, count: int) -> int:
+        Args:
+            counts: int64 [n], their rows in this step.
+            prompts: int64 [n], tokens of their prompts.
+
+        Returns:
+            int64 [n], `Ticket.slot` after this; full rows are those of admitted ones.
+        """
+        slots = _slots_of(tickets)
+        running = np.flatnonzero(slots >= FIRST_SLOT)
+        rows = counts[running]
+        size = int(self.size(rows).sum())
+        some = [] if len(running) == len(slots) else np.flatnonzero(slots == NEW)
+        if self._has_space(size):
+            self._used += size
+            self._rows[slots[running]] += rows
+        else:
+            some = [*running, *some]
+        for i in some:
+            self._take(tickets[i], int(counts[i]), int(prompts[i]))
+        return _slots_of(tickets) if len(some) else slots
+
+    def size(self, count: Any) -> Any:
         """Return an upper bound of the bytes of a request's rows in the ring."""
         return count * self._row_bytes + 256
 
+    def skip(self, ticket: Ticket, rows: int) -> None:
+        """Expect fewer rows of a prompt, which are cached."""
+        if ticket.slot >= FIRST_SLOT:
+            left = int(self._prompts[ticket.slot]) - rows
+            self._prompts[ticket.slot] = max(left, 0)
+
+    def refuse(self, ticket: Ticket, reason: str) -> None:
+        """Refuse further rows of a request, for one of `OVERLOAD`."""
+        self.end(ticket)
+        ticket.refusal = reason
+        ticket.slot = OVER_BUDGET if reason == "over_budget" else CUT_SHORT
+
     def end(self, ticket: Ticket) -> None:
         """Remove a request that has ended. Idempotent."""
-        if self._admitted.pop(ticket.key, None) is not None:
-            output = max(ticket.rows - ticket.prompt, 0)
+        slot = ticket.slot
+        if slot >= FIRST_SLOT:
+            output = max(int(self._rows[slot] - self._prompts[slot]), 0)
             self._output_rows += (output - self._output_rows) / 16
+            self._admitted[slot] = False
+        ticket.slot = NOT_CAPTURED
+
+    def _take(self, ticket: Ticket, count: int, prompt: int) -> None:
+        if ticket.refusal is not None:
+            ticket.slot = NOT_CAPTURED
+            return
+        if ticket.slot == NEW:
+            if not self._fits(prompt):
+                self.refuse(ticket, "over_budget")
+                return
+            self._open(ticket, prompt)
+        size = self.size(count)
+        if not self._has_space(size):
+            self.refuse(ticket, "cut_short")
+            return
+        self._rows[ticket.slot] += count
+        self._used += size
+
+    def _has_space(self, size: int) -> bool:
+        # A record that does not fit at the end of the ring leaves that space empty.
+        return self._used + size <= self._capacity * 15 // 16
+
+    def _open(self, ticket: Ticket, prompt: int) -> None:
+        slot = FIRST_SLOT + int(self._admitted[FIRST_SLOT:].argmin())
+        if self._admitted[slot]:  # all are
+            slot = len(self._admitted)
+            self._rows, self._prompts, self._admitted = (
+                np.concatenate([array, np.zeros_like(array)])
+                for array in (self._rows, self._prompts, self._admitted)
+            )
+        ticket.slot = slot
+        self._rows[slot], self._prompts[slot] = 0, prompt
+        self._admitted[slot] = True
+        self._owed += prompt + self._output_rows
+        self._owed_prompt += prompt
 
     def _count(self) -> None:
         """Estimate the further rows of all admitted requests."""
-        rows, prompts = 0.0, 0
-        for ticket in self._admitted.values():
-            left = max(ticket.prompt - ticket.rows, 0)
-            output = ticket.prompt + self._output_rows - ticket.rows - left
-            rows += left + max(output, self._output_rows / 4)
-            prompts += left
-        self._owed, self._owed_prompt, self._counted = rows, prompts, True
+        rows, prompts = self._rows[self._admitted], self._prompts[self._admitted]
+        left = np.maximum(prompts - rows, 0)
+        output = prompts + self._output_rows - rows - left
+        output = np.maximum(output, self._output_rows / 4)
+        self._owed = float(left.sum() + output.sum())
+        self._owed_prompt, self._counted = float(left.sum()), True
 
     def _fits(self, prompt: int) -> bool:
         if not self._counted:
@@ -237,12 +302,17 @@ class RowBudget:
             return True
         if self._used > self.SAFE * self._capacity:
             return False
-        if not self._admitted:  # of any length: one request is needed for the rate
+        count = int(self._admitted.sum())
+        if not count:  # of any length: one request is needed for the rate
             return True
         # Without the limit a prompt of more than half the ring is never admitted.
         rows = self._owed_prompt + min(prompt, self._capacity / 2 / self._row_bytes)
         each = self._flow / self._crowd if self._crowd > 1e-3 else math.inf
         return (
             self._used + rows * self._row_bytes <= self.FILL * self._capacity
-            and (len(self._admitted) + 1) * each <= self.GROWTH * self._rate
+            and (count + 1) * each <= self.GROWTH * self._rate
         )
+
+
+def _slots_of(tickets: Sequence[Ticket]) -> np.ndarray:
+    return np.fromiter(map(attrgetter("slot"), tickets), np.int64, len(tickets))

@@ -13,11 +13,21 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from vllm_tide.capture.policy import OVERLOAD, CapturePolicy, RowBudget, Ticket
+from vllm_tide.capture.policy import (
+    CUT_SHORT,
+    FIRST_SLOT,
+    NO_TICKET,
+    OVER_BUDGET,
+    OVERLOAD,
+    CapturePolicy,
+    RowBudget,
+    Ticket,
+)
 from vllm_tide.capture.step import RequestRows, Step, end_records, lay_out
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Frames, Status
@@ -152,15 +162,20 @@ class Recorder:
             if ticket.refusal == "paused":
                 self.dropped["paused"] += count
 
-    def _takes(self, ticket: Ticket | None, count: int, prompt: int) -> bool:
-        """Return whether full rows of a request are staged; see `RowBudget`."""
-        if ticket is None:
-            return False
-        if ticket.refusal is None:
-            ticket.refusal = self.budget.take(ticket, count, prompt)
-        if ticket.refusal in OVERLOAD:
-            self.dropped[ticket.refusal] += count
-        return ticket.refusal is None
+    def _take(self, step: Step, counts: np.ndarray) -> np.ndarray:
+        """Return the requests with full rows, int64, and count rows of the others.
+
+        Args:
+            counts: int64 [n], rows of the step's requests.
+        """
+        tickets = list(map(self._tickets.get, step.req_ids, repeat(NO_TICKET)))
+        slots = self.budget.take(tickets, counts, step.num_prompt_tokens)
+        taken = np.flatnonzero(slots >= FIRST_SLOT)
+        if len(taken) < len(slots):
+            for reason, slot in zip(OVERLOAD, (OVER_BUDGET, CUT_SHORT), strict=True):
+                if rows := int(counts[slots == slot].sum()):
+                    self.dropped[reason] += rows
+        return taken
 
     def _write(self, requests: RequestRows, step: Step) -> bool:
         """Write records of a step's requests.
@@ -184,7 +199,7 @@ class Recorder:
                 # that they are missing.
                 if full:
                     self.dropped["prefix_cached"] += start
-                    ticket.prompt = max(ticket.prompt - start, 0)  # still expected
+                    self.budget.skip(ticket, start)
         ring = self._ring
         if self._thread is not None:
             step.token_ids = np.array(step.token_ids)  # the buffer is reused
@@ -247,8 +262,7 @@ class Recorder:
             return
         rows = frames.metas["rows"]
         for i in np.unique(write.of[~written]).tolist():
-            write.tickets[i].refusal = "cut_short"
-            self.budget.end(write.tickets[i])
+            self.budget.refuse(write.tickets[i], "cut_short")
         skipped = rows[frames.status == Status.SKIPPED]
         self.dropped["cut_short"] += int(skipped.sum())
 

@@ -13,7 +13,6 @@ without features and teacher, and nothing is staged. A pause writes no records.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -129,19 +128,13 @@ class Capture(Recorder):
         if aux_hidden_states is None:
             return
         self.budget.update(self._ring)
-        counts = (np.diff(step.bounds) - step.padding).tolist()
-        prompts = step.num_prompt_tokens.tolist()
-        tickets = self._tickets
-        taken = [
-            i
-            for i, req_id in enumerate(step.req_ids)
-            if self._takes(tickets.get(req_id), counts[i], prompts[i])
-        ]
-        if not taken:
+        counts = np.diff(step.bounds).astype(np.int64) - step.padding
+        taken = self._take(step, counts)
+        if not len(taken):
             return
-        sizes = [counts[i] for i in taken]
-        total = sum(sizes)
-        first = list(accumulate(sizes, initial=0))[:-1]
+        sizes = counts[taken]
+        first = np.cumsum(sizes) - sizes
+        total = int(sizes.sum())
         if step.cut or total == step.rows:
             # Drafts were cut on the device: each request's rows are not known here.
             rows = self._all[: step.rows]
@@ -152,8 +145,8 @@ class Capture(Recorder):
         if step.staged is None:
             self.dropped["behind"] += total
             return
-        step.full, step.first = True, dict(zip(taken, first, strict=True))
-        step.size = sum(map(self.budget.size, sizes))
+        step.full, step.taken, step.first = True, taken, first
+        step.size = int(self.budget.size(sizes).sum())
         self.budget.staged += step.size
 
     def write(self, step: Step, overrun: Sequence[str] = ()) -> None:
@@ -203,7 +196,7 @@ class Capture(Recorder):
     def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
         """Return the requests of a landed step that get records."""
         at, tickets, names = [], [], step.req_ids
-        for i in step.first if step.full else range(len(names)):
+        for i in step.taken.tolist() if step.full else range(len(names)):
             ticket = self._tickets.get(names[i])
             if ticket is None or names[i] in late or ticket.refusal == "paused":
                 continue  # paused: capture was off and on again since it was staged
@@ -220,7 +213,7 @@ class Capture(Recorder):
         table = requests.table
         table["first"] = table["low"] = first
         if step.full and not step.cut:
-            table["low"] = [step.first[i] for i in at]
+            table["low"] = step.first[np.searchsorted(step.taken, at)]
         table["count"] = end - padding - first
         table["drafts"] = drafts = step.drafts[which] - padding
         table["padding"] = padding
@@ -231,9 +224,11 @@ class Capture(Recorder):
         last = np.minimum(committed - 1, drafts)
         following = sampled[np.arange(len(at)), last]
         table["next_token"] = np.where(committed > 0, following, -1)
-        table["verify_chance"] = [
-            step.explored.get(names[i], step.verify_chance) for i in at
-        ]
+        table["verify_chance"] = step.verify_chance
+        if step.explored:
+            table["verify_chance"] = [
+                step.explored.get(names[i], step.verify_chance) for i in at
+            ]
         if step.memory is not None:
             table["flags"] |= np.where(step.memory[which], MEMORY, 0)
         return requests
