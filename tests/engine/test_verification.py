@@ -76,7 +76,7 @@ def make(monkeypatch):
         )
         manager.set_cost_curves([(1, 1.0)], [(1, 10.0), (64, 10.0)])
         if times is not None:
-            manager._times = StepTimes(times)
+            manager._times = FirstPassAlways(StepTimes(times))
         chances = SURVIVAL / np.column_stack([np.ones(REQS), SURVIVAL[:, :-1]])
         manager._stale_confidences[0].np[:] = chances
         manager._confidence_probs.copy_(torch.from_numpy(chances))

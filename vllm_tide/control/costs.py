@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_tide.control.step_times import StepSample, StepTimes
+from vllm_tide.control.step_times import Learnt, StepSample, StepTimes
 
 CLIENT_SHARE = 0.93
 """Minimum share of the predicted tokens per second that clients' limits must leave."""
@@ -93,6 +93,10 @@ class FirstPassAlways:
     def observe(self, sample: StepSample, now: float) -> None:
         """Update the times; see `StepTimes`."""
         self._times.observe(sample, now)
+
+    def take(self, learnt: Learnt) -> None:
+        """Replace what was learnt; see `StepTimes`."""
+        self._times.take(learnt)
 
 
 Times = StepTimes | FirstPassAlways

@@ -213,6 +213,7 @@ class StepTimes:
         self.further = PassTime(shaped=True)
         # For 0, 1, ... rows: seconds without context, and per token of context.
         self._rows = np.zeros(0), np.zeros(0)
+        self._prior_rows = np.zeros(0)
         self._rows_version = -1
         self._host = 0.0  # seconds outside the forwards minus the prior's
         self._asking = 0.0  # seconds of control itself in a step that drafts
@@ -231,11 +232,14 @@ class StepTimes:
             float64 [most + 1].
         """
         start, end = requests + prefill, requests + prefill + most + 1
-        if end > len(self._rows[0]) or self._rows_version != self.target.version:
+        changed = self._rows_version != self.target.version
+        if changed or end > len(self._rows[0]):
             self._rows_version = self.target.version
-            count = max(end, len(self._rows[0]))
-            factors = self.target.factors(count)
-            base = (self.prior.target.rows(0, count) + self.prior.host) * factors
+            # After a change only as many as this call needs: a prefill has thousands.
+            if end > len(self._prior_rows):
+                self._prior_rows = self.prior.target.rows(0, 2 * end) + self.prior.host
+            factors = self.target.factors(end)
+            base = self._prior_rows[:end] * factors
             self._rows = base, factors * self.prior.target.alpha
         base, each = self._rows
         curve = base[start:end] + context * each[start:end]

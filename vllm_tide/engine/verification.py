@@ -124,7 +124,7 @@ class StepCostVerification(AdaptiveVerificationManager):
             "costs of verification", lambda: 0.02 * self._steps, contains=contains
         )
         self._control = control
-        self._times: StepTimes | None = None
+        self._times: FirstPassAlways | None = None
         self._on_measured, self._block = on_measured, block
         self._interval = round(1 / full_verify_share) if full_verify_share else 0
         self._step_costs: StepCosts | None = None
@@ -158,7 +158,7 @@ class StepCostVerification(AdaptiveVerificationManager):
             # From the tables, which are equal on all ranks, unlike the curves.
             depth = self.num_speculative_steps
             times = times_of_tables(draft_table, verify_table, depth, self._block)
-            self._times = StepTimes(times)
+            self._times = FirstPassAlways(StepTimes(times))
             self._on_measured(times)
 
     def get_num_tokens(
@@ -200,10 +200,10 @@ class StepCostVerification(AdaptiveVerificationManager):
             window = verify_table[others : others + drafts + 1]
             return float(draft_table[requests]), window, np.inf
         limit, learnt = self._step_costs
-        self._times.take(learnt)
-        model, context = FirstPassAlways(self._times), self._control.context
-        target = model.target_curve(requests, context, drafts, others - requests)
-        draft = model.draft_curve(requests, context, others + drafts, self._depth)
+        times, context = self._times, self._control.context
+        times.take(learnt)
+        target = times.target_curve(requests, context, drafts, others - requests)
+        draft = times.draft_curve(requests, context, others + drafts, self._depth)
         return 1e3 * float(draft[-1]), 1e3 * target, 1e3 * limit
 
     def _verifies_all(self) -> bool:
