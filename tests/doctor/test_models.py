@@ -10,10 +10,8 @@ from tests.doctor.samples import (
     write_draft,
     write_model,
 )
-from vllm_tide.config import ConfigError
 from vllm_tide.doctor.models import draft_bytes
 from vllm_tide.doctor.run import Status
-from vllm_tide.engine import arguments
 
 
 @pytest.fixture
@@ -91,11 +89,3 @@ def test_the_drafts_size_is_that_of_its_tensors(tmp_path, target):
     fresh = draft_bytes(make_subject(tmp_path, draft="fresh", model=target))
     assert fresh == expected + 8 * 320
     assert draft_bytes(make_subject(tmp_path)) is None
-
-
-def test_another_device_and_v1_on_a_gpu_are_refused():
-    with pytest.raises(ConfigError, match="tide: device 'tpu' is not supported"):
-        arguments.check_device("tpu", v2=True)
-    with pytest.raises(ConfigError, match="device 'cuda' needs Model Runner V2"):
-        arguments.check_device("cuda", v2=False)
-    arguments.check_device("cpu", v2=False)

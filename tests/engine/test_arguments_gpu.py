@@ -133,6 +133,11 @@ REFUSED = [
     ("model_config", {"enable_sleep_mode": True}, "--enable-sleep-mode: level 2"),
     ("parallel_config", {"nnodes_within_dp": 2}, "--nnodes: "),
     ("", {"use_v2_model_runner": False}, "--async-scheduling: tide needs synchronous"),
+    (
+        "device_config",
+        {"device_type": "tpu"},
+        "tide: device 'tpu' is not supported, only 'cpu' and 'cuda' (ROCm too); remove",
+    ),
 ]
 
 

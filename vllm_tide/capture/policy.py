@@ -216,15 +216,17 @@ class RowBudget:
         running = np.flatnonzero(slots >= FIRST_SLOT)
         rows = counts[running]
         size = int(self.size(rows).sum())
-        some = [] if len(running) == len(slots) else np.flatnonzero(slots == NEW)
+        some: list[int] = []
         if self._has_space(size):
             self._used += size
             self._rows[slots[running]] += rows
         else:
-            some = [*running, *some]
+            some = running.tolist()
+        if len(running) < len(slots):
+            some += np.flatnonzero(slots == NEW).tolist()
         for i in some:
             self._take(tickets[i], int(counts[i]), int(prompts[i]))
-        return _slots_of(tickets) if len(some) else slots
+        return _slots_of(tickets) if some else slots
 
     def size(self, count: Any) -> Any:
         """Return an upper bound of the bytes of a request's rows in the ring."""

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +38,6 @@ from vllm_tide.speculative import (
 )
 
 logger = logging.getLogger("vllm.tide")
-
-# Options of `VllmConfig` that are errors if they are on, or greater than 1.
-_UNUSABLE = {
-    "lora_config": "--enable-lora: tide does not separate the hidden states of "
-    "adapters; switch LoRA off or remove the tide section.",
-    "kv_transfer_config": "--kv-transfer-config: tide cannot capture a prompt with "
-    "transferred KV, and has not been tested with a KV connector; leave it out or "
-    "remove the tide section.",
-    "weight_transfer_config": "--weight-transfer-config: the draft is trained for the "
-    "target's current weights, and only tide may swap the draft; leave it out or "
-    "remove the tide section.",
-    "model_config.enable_sleep_mode": "--enable-sleep-mode: level 2 discards the "
-    "draft's weights without notifying tide; leave it out or remove the tide section.",
-}
-_NEEDS_ONE = {
-    "pipeline_parallel_size": "--pipeline-parallel-size: tide needs 1 (the draft is "
-    "on the last stage only); use tensor parallelism instead.",
-    "nnodes_within_dp": "--nnodes: tide's segments are shared memory of one host; run "
-    "one server per host, or remove the tide section.",
-}
 
 
 def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> None:
@@ -204,8 +183,7 @@ def check_draft(
     Raises:
         ConfigError: It does not fit the target, or its files cannot be used.
     """
-    folder = _draft_folder(model, revision)
-    draft = _draft_config(folder)
+    folder, draft = _read_draft(model, revision)
     _check_fit(model, draft, target)
     kind = _check_kind(model, draft, method, depth)
     _check_sizes(model, folder, draft, target)
@@ -224,104 +202,118 @@ def _check_run_dir(tide: TideConfig) -> None:
             raise ConfigError(f"tide.run_dir: {error}.") from None
 
 
-def check_device(device: str, *, v2: bool) -> None:
-    """Check that tide runs on a device.
-
-    Args:
-        device: As vLLM's `DeviceConfig` names it: ROCm is "cuda" there.
-        v2: True on Model Runner V2.
-
-    Raises:
-        ConfigError: One sentence naming the device.
-    """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"tide: device {device!r} is not supported, only 'cpu' and 'cuda' (ROCm "
-            "too); remove the tide section to serve without it."
-        )
-    if device != "cpu" and not v2:
-        raise ConfigError(
-            f"tide: device {device!r} needs Model Runner V2; set "
-            "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
-        )
-
-
 def check_engine_config(vllm_config: Any) -> None:
     """Check the tide section against the whole configuration and adapt vLLM's options.
 
     Raises:
-        ConfigError: One sentence naming the option.
+        ConfigError: One line per error, each with the name of the option.
     """
-    device = vllm_config.device_config.device_type
-    check_device(device, v2=vllm_config.use_v2_model_runner)
-    parallel = vllm_config.parallel_config
-    for path, sentence in _UNUSABLE.items():
-        if attrgetter(path)(vllm_config):
-            raise ConfigError(sentence)
-    for name, sentence in _NEEDS_ONE.items():
-        if getattr(parallel, name) > 1:
-            raise ConfigError(sentence)
-    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        _check_moe_ranks(vllm_config.speculative_config)
-    if vllm_config.use_v2_model_runner:
-        _check_v2(vllm_config)
-        if device != "cpu":
-            switch_adaptive_on(vllm_config, logger)
-            _capture_every_length(vllm_config)
-    elif vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError(
-            "--async-scheduling: tide needs synchronous scheduling with Model Runner "
-            "V1; add --no-async-scheduling, or set VLLM_USE_V2_MODEL_RUNNER to 1."
-        )
-
-
-def _check_moe_ranks(speculative: Any) -> None:
+    speculative = vllm_config.speculative_config
     tide = parse_tide(speculative.tide)
-    if tide.test_time.memory != "off":
-        raise ConfigError(
-            "tide.test_time.memory: one rank may skip the draft, but a mixture of "
-            "experts with --data-parallel-size above 1 needs equal passes on all "
-            "ranks; set it to 'off'."
-        )
-    if speculative.enable_adaptive_verification:
-        raise ConfigError(
-            f"{KNOB}: with a mixture of experts and --data-parallel-size, a rank "
-            "without drafts would have to replay graphs that it does not have; set it "
-            "to false."
-        )
-    if tide.control.policy != "static":
+    _refuse(list(_of_engine(vllm_config, tide)))
+    if _moe_ranks(vllm_config) and tide.control.policy != "static":
         error = ConfigError(
             "--data-parallel-size: tide.control may choose a different length on each "
             "rank, but a mixture of experts needs equal ones; set tide.control.policy "
             "to 'static'."
         )
         speculative.tide = without_control(speculative.tide, error)
+    if vllm_config.device_config.device_type != "cpu":
+        switch_adaptive_on(vllm_config, logger)
+        _capture_every_length(vllm_config)
 
 
-def _check_v2(vllm_config: Any) -> None:
-    """Reject options of Model Runner V2 that tide does not support yet."""
-    speculative = vllm_config.speculative_config
-    if speculative.use_local_argmax_reduction:
-        raise ConfigError(
+def _moe_ranks(vllm_config: Any) -> bool:
+    ranks = vllm_config.parallel_config.data_parallel_size
+    return ranks > 1 and bool(vllm_config.model_config.is_moe)
+
+
+def _of_engine(config: Any, tide: TideConfig) -> Iterator[str]:
+    """Yield an error for each option that excludes tide."""
+    # vLLM's name of ROCm is "cuda".
+    device, v2 = config.device_config.device_type, config.use_v2_model_runner
+    speculative, parallel = config.speculative_config, config.parallel_config
+    adaptive = speculative.enable_adaptive_verification
+    sampling, moe_ranks = speculative.draft_sample_method, _moe_ranks(config)
+    if device not in ("cpu", "cuda"):
+        yield (
+            f"tide: device {device!r} is not supported, only 'cpu' and 'cuda' (ROCm "
+            "too); remove the tide section to serve without it."
+        )
+    if device != "cpu" and not v2:
+        yield (
+            f"tide: device {device!r} needs Model Runner V2; set "
+            "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
+        )
+    if config.lora_config:
+        yield (
+            "--enable-lora: tide does not separate the hidden states of adapters; "
+            "switch LoRA off or remove the tide section."
+        )
+    if config.kv_transfer_config:
+        yield (
+            "--kv-transfer-config: tide cannot capture a prompt with transferred KV, "
+            "and has not been tested with a KV connector; leave it out or remove the "
+            "tide section."
+        )
+    if config.weight_transfer_config:
+        yield (
+            "--weight-transfer-config: the draft is trained for the target's current "
+            "weights, and only tide may swap the draft; leave it out or remove the "
+            "tide section."
+        )
+    if config.model_config.enable_sleep_mode:
+        yield (
+            "--enable-sleep-mode: level 2 discards the draft's weights without "
+            "notifying tide; leave it out or remove the tide section."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        yield (
+            "--pipeline-parallel-size: tide needs 1 (the draft is on the last stage "
+            "only); use tensor parallelism instead."
+        )
+    if parallel.nnodes_within_dp > 1:
+        yield (
+            "--nnodes: tide's segments are shared memory of one host; run one server "
+            "per host, or remove the tide section."
+        )
+    if moe_ranks and tide.test_time.memory != "off":
+        yield (
+            "tide.test_time.memory: one rank may skip the draft, but a mixture of "
+            "experts with --data-parallel-size above 1 needs equal passes on all "
+            "ranks; set it to 'off'."
+        )
+    if moe_ranks and adaptive:
+        yield (
+            f"{KNOB}: with a mixture of experts and --data-parallel-size, a rank "
+            "without drafts would have to replay graphs that it does not have; set it "
+            "to false."
+        )
+    if v2 and speculative.use_local_argmax_reduction:
+        yield (
             "use_local_argmax_reduction: tide needs the draft's logits, which this "
             "option does not gather; set it to false."
         )
-    if speculative.draft_sample_method != "greedy":
-        raise ConfigError(
-            f"draft_sample_method: with {speculative.draft_sample_method!r} the "
-            "probability of the drafted token is not available to tide on Model Runner "
-            "V2; set it to 'greedy', or VLLM_USE_V2_MODEL_RUNNER to 0."
+    if v2 and sampling != "greedy":
+        yield (
+            f"draft_sample_method: with {sampling!r} the probability of the drafted "
+            "token is not available to tide on Model Runner V2; set it to 'greedy', "
+            "or VLLM_USE_V2_MODEL_RUNNER to 0."
         )
-    if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        raise ConfigError(
-            "--enable-batch-sharded-sampling: tide needs the logits of all requests on "
-            "one rank; leave it out."
+    if v2 and parallel.enable_batch_sharded_sampling:
+        yield (
+            "--enable-batch-sharded-sampling: tide needs the logits of all requests "
+            "on one rank; leave it out."
         )
-    control = parse_tide(speculative.tide).control
-    if speculative.enable_adaptive_verification and not control.verify:
-        raise ConfigError(
+    if v2 and adaptive and not tide.control.verify:
+        yield (
             "tide.control.verify: false verifies every drafted token, but "
             "enable_adaptive_verification is on; set both to the same value."
+        )
+    if not v2 and config.scheduler_config.async_scheduling:
+        yield (
+            "--async-scheduling: tide needs synchronous scheduling with Model Runner "
+            "V1; add --no-async-scheduling, or set VLLM_USE_V2_MODEL_RUNNER to 1."
         )
 
 
@@ -340,27 +332,19 @@ def _capture_every_length(vllm_config: Any) -> None:
     )
 
 
-def _draft_folder(model: str, revision: str | None) -> Path:
-    folder = Path(os.path.expanduser(model))
-    if not (folder / "config.json").is_file():
-        folder = _hub_file(model, revision).parent
-    return folder
-
-
-def _draft_config(folder: Path) -> dict[str, Any]:
-    from vllm_tide.draft.config import DraftError, read_config
-
-    try:
-        return read_config(folder)
-    except DraftError as error:
-        raise ConfigError(f"model: {error}") from None
-
-
-def _hub_file(model: str, revision: str | None) -> Path:
+def _read_draft(model: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return a draft's directory and its config.json."""
     from transformers.utils.hub import cached_file
 
+    from vllm_tide.draft.config import DraftError, read_config
+
+    folder = Path(os.path.expanduser(model))
     try:
-        return Path(cached_file(model, "config.json", revision=revision))
+        if not (folder / "config.json").is_file():
+            folder = Path(cached_file(model, "config.json", revision=revision)).parent
+        return folder, read_config(folder)
+    except DraftError as error:
+        raise ConfigError(f"model: {error}") from None
     except (OSError, ValueError):
         raise ConfigError(
             f"model: no draft at {model!r}: neither a directory with config.json nor "

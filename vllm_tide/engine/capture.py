@@ -196,7 +196,8 @@ class Capture(Recorder):
     def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
         """Return the requests of a landed step that get records."""
         at, tickets, names = [], [], step.req_ids
-        for i in step.taken.tolist() if step.full else range(len(names)):
+        taken = np.asarray(step.taken)
+        for i in taken.tolist() if step.full else range(len(names)):
             ticket = self._tickets.get(names[i])
             if ticket is None or names[i] in late or ticket.refusal == "paused":
                 continue  # paused: capture was off and on again since it was staged
@@ -213,7 +214,7 @@ class Capture(Recorder):
         table = requests.table
         table["first"] = table["low"] = first
         if step.full and not step.cut:
-            table["low"] = step.first[np.searchsorted(step.taken, at)]
+            table["low"] = np.asarray(step.first)[np.searchsorted(taken, at)]
         table["count"] = end - padding - first
         table["drafts"] = drafts = step.drafts[which] - padding
         table["padding"] = padding
