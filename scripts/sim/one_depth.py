@@ -26,7 +26,7 @@ from vllm_tide.config import ControlConfig
 from vllm_tide.control.time_model import TimeModel
 from vllm_tide.engine import control_v2
 from vllm_tide.engine.adaptive_arguments import offered, rounded
-from vllm_tide.engine.policy_start import start_predicting
+from vllm_tide.engine.policy_start import start_policy
 
 LAG = 4
 """Steps from an observed step to the step that uses its depth."""
@@ -54,7 +54,7 @@ class OneDepth:
         requests = server.max_num_seqs
         self.control = control_v2.ControlV2(requests, _LONGEST, config, top, False)
         self.control.lengths = self._lengths = offered(top, requests)
-        start_predicting(None, self.control, config, times)
+        start_policy(None, self.control, config, times)
         self.coming = deque([top] * (LAG - 1))
         self.depth = top
 

@@ -145,7 +145,7 @@ class Server:
         def start(worker: Any, control: Any, *_: Any, **__: Any) -> None:
             control.policy = Scripted([[0, 0]])
 
-        policy_start.start_policy = policy_start.start_predicting = start
+        policy_start.start_policy = start
 
     def _spoil_drafts(self) -> None:
         """Model Runner V1: let a work change the draft's logits."""

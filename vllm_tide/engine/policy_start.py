@@ -66,64 +66,34 @@ def _token_bytes(model: Any, parallel: Any) -> int:
     return 2 * heads * model.get_head_size() * int(model.dtype.itemsize)
 
 
-def start_policy(worker: Any, control: ControlV1, config: ControlConfig) -> None:
-    """Start the policy on the leader of Model Runner V1."""
-    if not control.leader:
-        return
-    if config.policy == "static":  # control is on for the memory only
-
-        def start_static() -> None:
-            control.policy = StaticPolicy(control.num_speculative_tokens)
-
-        control.start = start_static
-        start_static()
-        return
-    prior, settings = first_guess(worker), _settings(control, config)
-    method = worker.vllm_config.speculative_config.draft_sample_method
-    if method != "greedy" and config.policy == "adaspec" and settings.verify:
-        # The cut depends on later confidences, so on tokens drawn after it. Cutting
-        # would bias the output; stopping the draft early does not.
-        settings = replace(settings, verify=False)
-        logger.warning(
-            "vllm_tide: tide.control.verify is off: with draft_sample_method %r all "
-            "drafted tokens are verified, because a cut that depends on sampled drafts "
-            "would bias the output; set draft_sample_method to 'greedy' to cut drafts.",
-            method,
-        )
-
-    def start() -> None:
-        times = control.times = StepTimes(prior, guessed=True)
-        if config.policy == "threshold":
-            control.policy = ThresholdPolicy(settings.k_max, times)
-        else:
-            control.policy = AdaSpecPolicy(settings, times)
-
-    control.start = start
-    start()
-
-
-def needs_times(config: ControlConfig) -> bool:
-    """Return whether the policy predicts times."""
-    return config.policy == "adaspec"
-
-
-def start_predicting(
+def start_policy(
     worker: Any,
-    control: ControlV2,
+    control: ControlV1 | ControlV2,
     config: ControlConfig,
     measured: TimeModel | None = None,
 ) -> None:
-    """Start the policy on the leader of Model Runner V2.
+    """Start the policy, on the leader.
 
     Args:
         measured: Times measured by vLLM; None uses `first_guess`.
     """
-    settings = _settings(control, config)
-    # Without a way to cut drafts, all drafted tokens are verified.
-    cuts = control.trims or control.cut_on_device
-    settings = replace(settings, verify=settings.verify and cuts, explore=control.trims)
+    on_v2 = isinstance(control, ControlV2)
+    settings = ControlSettings(
+        k_max=control.num_speculative_tokens,
+        min_gain=config.min_gain,
+        probe_share=config.probe_share,
+        verify=config.verify,
+        max_requests=control.capacity,
+    )
+    if isinstance(control, ControlV2):
+        # Without a way to cut drafts, all drafted tokens are verified.
+        cuts = control.trims or control.cut_on_device
+        verify = settings.verify and cuts
+        settings = replace(settings, verify=verify, explore=control.trims)
+    elif config.policy == "adaspec" and settings.verify:
+        settings = replace(settings, verify=_cuts_without_bias(worker))
     prior = None
-    if needs_times(config):
+    if config.policy == "adaspec" or (config.policy == "threshold" and not on_v2):
         prior = measured or first_guess(worker)
 
     def start() -> None:
@@ -131,19 +101,31 @@ def start_predicting(
             kind = StaticPolicy if config.policy == "static" else ThresholdPolicy
             control.policy = kind(settings.k_max)
             return
-        control.times = StepTimes(prior, guessed=measured is None)
-        times = FirstPassAlways(control.times, control.lengths)
-        control.policy = AdaSpecPolicy(settings, times)
+        times = control.times = StepTimes(prior, guessed=measured is None)
+        if config.policy == "threshold":
+            control.policy = ThresholdPolicy(settings.k_max, times)
+        elif isinstance(control, ControlV2):
+            always = FirstPassAlways(times, control.lengths)
+            control.policy = AdaSpecPolicy(settings, always)
+        else:
+            control.policy = AdaSpecPolicy(settings, times)
 
     control.start = start
     start()
 
 
-def _settings(control: ControlV1 | ControlV2, config: ControlConfig) -> ControlSettings:
-    return ControlSettings(
-        k_max=control.num_speculative_tokens,
-        min_gain=config.min_gain,
-        probe_share=config.probe_share,
-        verify=config.verify,
-        max_requests=control.capacity,
-    )
+def _cuts_without_bias(worker: Any) -> bool:
+    """Return whether drafts may be cut on Model Runner V1.
+
+    The cut depends on later confidences, so on tokens drawn after it. With sampled
+    drafts that would bias the output; stopping the draft early does not.
+    """
+    method = worker.vllm_config.speculative_config.draft_sample_method
+    if method != "greedy":
+        logger.warning(
+            "vllm_tide: tide.control.verify is off: with draft_sample_method %r all "
+            "drafted tokens are verified, because a cut that depends on sampled drafts "
+            "would bias the output; set draft_sample_method to 'greedy' to cut drafts.",
+            method,
+        )
+    return bool(method == "greedy")

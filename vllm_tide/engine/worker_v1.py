@@ -66,7 +66,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
 
     def warm_up(self) -> None:
         """Start the policy, after the KV cache exists and before requests (hook)."""
-        if self.control is not None:
+        if self.control is not None and self._leader:
             from vllm_tide.engine.policy_start import start_policy
 
             start_policy(self._worker, self.control, self._config.control)

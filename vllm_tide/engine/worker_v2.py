@@ -123,14 +123,13 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         except ValueError as error:
             self._do_without_verification(error)
             return None
-        from vllm_tide.engine.policy_start import needs_times
         from vllm_tide.engine.verification import EXPLORE_SHARE, StepCostVerification
 
         control = self._config.control
         self._verification = StepCostVerification(
             self.control,
             EXPLORE_SHARE if control.probe_share else 0.0,
-            self._start_with if needs_times(control) else None,
+            self._start_with if control.policy == "adaspec" else None,
             self._block,
             self._group is None,
             **{name: upstream[name] for name in StepCostVerification.UPSTREAM},
@@ -140,9 +139,9 @@ class WorkerTideV2(WorkerTide[ControlV2]):
     def _start_with(self, times: TimeModel) -> None:
         """Start the policy with the times that vLLM measured after graph capture."""
         if self.control is not None and self._leader:
-            from vllm_tide.engine.policy_start import start_predicting
+            from vllm_tide.engine.policy_start import start_policy
 
-            start_predicting(self._worker, self.control, self._config.control, times)
+            start_policy(self._worker, self.control, self._config.control, times)
 
     def _do_without_verification(self, error: ValueError) -> None:
         """Switch adaptive verification off: a step has one length for all requests."""
@@ -302,9 +301,9 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         """Start the policy, after the models are loaded and before requests (hook)."""
         if self.control is None or not self._leader:
             return
-        from vllm_tide.engine.policy_start import start_predicting
+        from vllm_tide.engine.policy_start import start_policy
 
-        start_predicting(self._worker, self.control, self._config.control)
+        start_policy(self._worker, self.control, self._config.control)
 
     def _begin(self, ended: tuple[str, ...], empty: bool) -> None:
         if not self._log.begin(ended):
