@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from json_text import json_text
-from vllm_tide.engine import device_stage, staged_draft, steps
+from vllm_tide.engine import device_stage, staged_draft, staging, steps
 from vllm_tide.engine.device_stage import DeviceRows, DeviceStage
 from vllm_tide.engine.staging import RunLayout, RunRing
 from vllm_tide.engine.steps import StepBuffer, StepLog
@@ -291,7 +291,7 @@ def check(name: str, count: int) -> int:
         planted,
         patch.object(steps, "gather_step", gather),
         patch.object(StepBuffer, "warm_up", lambda _: None),
-        patch.object(device_stage, "pack_rows", pack),
+        patch.object(staging, "pack_rows", pack),
         patch.object(staged_draft, "PIECE_BYTES", 4096),
     ):
         return traffic(count) + uploads(count // 10)

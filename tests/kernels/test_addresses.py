@@ -50,18 +50,19 @@ def touched(*spans):
 def test_pack_rows(monkeypatch):
     from vllm_tide.kernels.pack_rows import _pack_rows_kernel
 
-    row, part, width, stride = 200_000, 7, 8192, 24_576
+    row, part, width, stride, out_stride = 200_000, 7, 8192, 24_576, 40_960
     a, b, c, out = anchors(*[torch.int16] * 4)
     rows = mapped(torch.full((row + 1,), row, dtype=torch.int32))
     seen = recorder(monkeypatch, (row, part), rows)
     _pack_rows_kernel[(1,)](
-        *(a, b, c, stride, stride + 1, stride + 2, rows, out, width),
+        *(a, b, c, stride, stride + 1, stride + 2, rows, out),
+        *(out_stride, width, 2 * width, width),
         FROM_BF16=True,
         TO="bits",
         BLOCK=1024,
     )
     columns = range(part * 1024, width)
-    first = row * 3 * width
+    first = row * out_stride
     assert min(row * stride, first) > LIMIT
     assert seen.addresses == touched(
         (a, [row * stride + i for i in columns]),

@@ -15,20 +15,20 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def inputs(num_rows, hidden, dtype, seed=0):
-    """Return strided rows of three layers."""
+def inputs(num_rows, hidden, dtype, seed=0, layers=3):
+    """Return strided rows of some layers."""
     random = torch.Generator().manual_seed(seed)
 
     def layer():
         wide = torch.randn(num_rows, hidden + 5, generator=random) * 7
         return wide.to(dtype)[:, 3 : 3 + hidden]
 
-    return [layer() for _ in range(3)]
+    return [layer() for _ in range(layers)]
 
 
 def packed(monkeypatch, features, rows, stored, padding=0):
     """Pack with the kernel and with the reference; the reference must not be called."""
-    shape = (len(rows) + padding, 3 * features[0].shape[1])
+    shape = (len(rows) + padding, len(features) * features[0].shape[1])
     ours, expected = (torch.full(shape, 7, dtype=stored) for _ in range(2))
     rows = torch.tensor(rows, dtype=torch.int32)
     pack_rows_reference(features, rows, expected)
@@ -71,6 +71,15 @@ def test_only_the_named_rows_are_packed(monkeypatch):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("layers", [1, 2, 4, 5, 6])
+def test_any_number_of_layers_is_packed(monkeypatch, layers):
+    features = inputs(4, 40, torch.bfloat16, layers=layers)
+    out = packed(monkeypatch, features, [0, 2, 3], torch.bfloat16, padding=1)
+    assert torch.equal(out[:-1], torch.cat([f[[0, 2, 3]] for f in features], -1))
+    assert out[-1].eq(7).all()
+
+
+@pytest.mark.interpreted
 def test_nan_stays_nan_in_every_dtype(monkeypatch):
     features = inputs(1, 4, torch.float32)
     features[0][0] = torch.tensor([float("nan"), -float("nan"), float("inf"), -0.0])
@@ -86,8 +95,9 @@ def test_nan_stays_nan_in_every_dtype(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"features": 2}, "three layers"),
-        ({"hidden": 9}, "three layers"),
+        ({"features": 0}, "as wide together as out"),
+        ({"features": 2}, "as wide together as out"),
+        ({"hidden": 9}, "as wide together as out"),
         ({"rows": torch.arange(4, dtype=torch.int32)}, "do not fit"),
         ({"rows": torch.ones(2, 1)}, "rows must be"),
         ({"out": torch.empty(3, 24, dtype=torch.float64)}, "out must be"),

@@ -26,7 +26,6 @@ from vllm_tide.engine.staging import (
     StagedRows,
     TopRows,
 )
-from vllm_tide.kernels.pack_rows import NUM_LAYERS, pack_rows
 
 logger = logging.getLogger("vllm.tide")
 
@@ -106,11 +105,7 @@ class DeviceStage:
         try:
             part = slice(run.start, run.start + layout.num_bytes)
             on_device, on_host = self._device_bytes[part], self._host_bytes[part]
-            indices = self._upload(staged, rows)
-            if len(aux) == NUM_LAYERS:
-                pack_rows(aux, indices, layout.features(on_device))
-                aux = ()
-            layout.fill(on_device, aux, hidden, indices, topk)
+            layout.fill(on_device, aux, hidden, self._upload(staged, rows), topk)
         except BaseException:
             self._ring.give_back(run)
             self._free.append(staged)

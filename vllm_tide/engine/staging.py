@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_tide.capture.step import TopK
+from vllm_tide.kernels.pack_rows import pack_rows
 
 logger = logging.getLogger("vllm.tide")
 
@@ -92,15 +93,8 @@ class RunLayout:
         rows: Tensor,
         topk: TopRows | None,
     ) -> None:
-        """Copy rows of a step into a run; arguments as for `HostStage.fill`.
-
-        Args:
-            aux: Empty if the run already contains the features.
-        """
-        width, features = self.hidden_size, self.features(run)
-        for i, part in enumerate(aux):
-            columns = features[:, i * width : (i + 1) * width]
-            columns.copy_(part.index_select(0, rows))
+        """Copy rows of a step into a run; arguments as for `HostStage.fill`."""
+        pack_rows(aux, rows, self.features(run))
         states, top = self.hidden_states(run), self.top(run)
         if states is not None:
             if states.dtype == hidden.dtype:

@@ -1,7 +1,9 @@
-"""Row packing: rows of three layers into one block.
+"""Row packing: rows of some layers into one block.
 
-    out[i] = [a[rows[i]] | b[rows[i]] | c[rows[i]]]
+    out[i] = [a[rows[i]] | b[rows[i]] | c[rows[i]] | ...]
 
+A launch packs three layers, as many as EAGLE-3 reads. If their number is no multiple of
+three, the last launch writes the last layer more than once.
 Runs in the vLLM worker after the target's forward. The wrapper neither allocates nor
 blocks on the device, so it can be part of a captured graph.
 
@@ -25,9 +27,6 @@ from vllm_tide.kernels.launch import (
     tl,
     triton,
 )
-
-NUM_LAYERS = 3
-"""EAGLE-3 reads the residual stream after three layers of the target."""
 
 _BLOCK, _NUM_WARPS = 1024, 4
 _SIZE_BITS = tl.constexpr(0x7FFFFFFF)
@@ -77,6 +76,9 @@ def _pack_rows_kernel(
     c_stride,
     rows,
     out,
+    out_stride,
+    b_column,
+    c_column,
     width,
     FROM_BF16: tl.constexpr,
     TO: tl.constexpr,
@@ -91,20 +93,21 @@ def _pack_rows_kernel(
     x = tl.load(a + row * a_stride + columns, mask=inside, other=0)
     y = tl.load(b + row * b_stride + columns, mask=inside, other=0)
     z = tl.load(c + row * c_stride + columns, mask=inside, other=0)
-    out += to * (3 * width) + columns
+    out += to * out_stride + columns
     tl.store(out, _convert(x, FROM_BF16, TO), mask=inside)
-    tl.store(out + width, _convert(y, FROM_BF16, TO), mask=inside)
-    tl.store(out + 2 * width, _convert(z, FROM_BF16, TO), mask=inside)
+    tl.store(out + b_column, _convert(y, FROM_BF16, TO), mask=inside)
+    tl.store(out + c_column, _convert(z, FROM_BF16, TO), mask=inside)
 
 
 def pack_rows(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     """Pack rows into the first rows of a staging block.
 
     Args:
-        features: Three tensors [>= rows of the step, H] of one dtype (bfloat16, float16
-            or float32), lowest layer first; rows may be strided, but each contiguous.
+        features: Tensors [>= rows of the step, H] of one dtype (bfloat16, float16 or
+            float32), lowest layer first; rows may be strided, but each contiguous.
         rows: int32 [n], row numbers within the layers; not checked.
-        out: bfloat16, float16 or float32 [>= n, 3H], contiguous; written in place.
+        out: bfloat16, float16 or float32 [>= n, layers * H], contiguous; written in
+            place.
 
     Raises:
         ValueError: A shape, dtype or stride is wrong.
@@ -119,46 +122,52 @@ def pack_rows(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     copied = dtype == out.dtype
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     as_bits = copied or dtype == torch.bfloat16
-    a, b, c = (f.view(bits) if as_bits else f for f in features)
+    layers = [f.view(bits) if as_bits else f for f in features]
     size = min(_BLOCK, power_of_two(width))
     stored = out
     if copied or out.dtype == torch.bfloat16:
         stored = out.view(bits if copied else torch.int16)
-    _pack_rows_kernel[(rows.numel(), cdiv(width, size))](
-        a,
-        b,
-        c,
-        a.stride(0),
-        b.stride(0),
-        c.stride(0),
-        rows,
-        stored,
-        width,
-        FROM_BF16=dtype == torch.bfloat16,
-        TO="bits" if copied else _NAMES[out.dtype],
-        BLOCK=size,
-        num_warps=_NUM_WARPS,
-    )
+    last = len(layers) - 1
+    for i in range(0, len(layers), 3):
+        j, k = min(i + 1, last), min(i + 2, last)
+        _pack_rows_kernel[(rows.numel(), cdiv(width, size))](
+            layers[i],
+            layers[j],
+            layers[k],
+            layers[i].stride(0),
+            layers[j].stride(0),
+            layers[k].stride(0),
+            rows,
+            stored[:, i * width :],
+            stored.stride(0),
+            (j - i) * width,
+            (k - i) * width,
+            width,
+            FROM_BF16=dtype == torch.bfloat16,
+            TO="bits" if copied else _NAMES[out.dtype],
+            BLOCK=size,
+            num_warps=_NUM_WARPS,
+        )
 
 
 def _check(features: Sequence[Tensor], rows: Tensor, out: Tensor) -> None:
     if rows.ndim != 1 or rows.dtype != torch.int32 or not rows.is_contiguous():
         raise ValueError("rows must be int32 [n], contiguous.")
     if out.ndim != 2 or out.dtype not in _NAMES or not out.is_contiguous():
-        raise ValueError("out must be floats [rows, 3H], contiguous.")
+        raise ValueError("out must be floats [rows, layers * H], contiguous.")
     if rows.numel() > len(out):
         raise ValueError(f"{rows.numel()} rows do not fit a block of {len(out)}.")
-    if len(features) != NUM_LAYERS or any(
+    if not features or any(
         f.dtype not in _NAMES
         or f.dtype != features[0].dtype
         or f.ndim != 2
-        or f.shape[1] * NUM_LAYERS != out.shape[1]
+        or f.shape[1] * len(features) != out.shape[1]
         or f.stride(1) != 1
         for f in features
     ):
         raise ValueError(
-            "features must be three layers of one floating dtype, [rows, "
-            f"{out.shape[1] // NUM_LAYERS}], with contiguous rows."
+            "features must be layers of one floating dtype with contiguous rows, as "
+            f"wide together as out ({out.shape[1]})."
         )
 
 
@@ -173,6 +182,7 @@ def variants() -> list[Variant]:
     ):
         types = {"a": kind, "b": kind, "c": kind, **strides}
         types |= {"rows": "*i32", "out": stored, "width": "i32"}
+        types |= dict.fromkeys(("out_stride", "b_column", "c_column"), "i32")
         constants = {"FROM_BF16": source == "bf16", "TO": to, "BLOCK": _BLOCK}
         name = f"{source}-{to}"
         out.append(Variant(_pack_rows_kernel, name, types, constants, _NUM_WARPS))
