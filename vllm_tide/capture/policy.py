@@ -62,10 +62,10 @@ class Ticket:
     started: bool = False
     sampled: bool = False
     capped: bool = False
-    slot: int = 0
+    slot: int = NEW
 
 
-NO_TICKET = Ticket(0, "unknown")
+NO_TICKET = Ticket(0, "unknown", slot=NOT_CAPTURED)
 """Ticket of requests without one."""
 
 

@@ -77,7 +77,6 @@ class Step:
         staged: Its rows in wire types: `features` [rows, num_aux * H], `hidden`
             [rows, H] or None, `topk` of its logits or None.
         taken: int64 [m], the requests with staged rows.
-        first: int64 [m], first staged row of each of them.
         size: Upper bound of the bytes of the staged rows in the ring.
         timing: For control: times of the step.
         cost: For capture: `Record.cost`, set by control after the step has landed.
@@ -105,7 +104,6 @@ class Step:
     full: bool | None = None
     staged: Any = None
     taken: np.ndarray | None = None
-    first: np.ndarray | None = None
     size: int = 0
     timing: Timing | None = None
     cost: float = 1.0

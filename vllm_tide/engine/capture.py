@@ -133,19 +133,19 @@ class Capture(Recorder):
         if not len(taken):
             return
         sizes = counts[taken]
-        first = np.cumsum(sizes) - sizes
         total = int(sizes.sum())
         if step.cut or total == step.rows:
             # Drafts were cut on the device: each request's rows are not known here.
             rows = self._all[: step.rows]
         else:
             rows = np.arange(total, dtype=np.int32)
-            rows += np.repeat(step.bounds[taken] - first, sizes).astype(np.int32)
+            gaps = step.bounds[taken] - np.cumsum(sizes) + sizes
+            rows += np.repeat(gaps, sizes).astype(np.int32)
         step.staged = self._stage.fill(aux_hidden_states, hidden_states, rows, topk)
         if step.staged is None:
             self.dropped["behind"] += total
             return
-        step.full, step.taken, step.first = True, taken, first
+        step.full, step.taken = True, taken
         step.size = int(self.budget.size(sizes).sum())
         self.budget.staged += step.size
 
@@ -214,7 +214,9 @@ class Capture(Recorder):
         table = requests.table
         table["first"] = table["low"] = first
         if step.full and not step.cut:
-            table["low"] = np.asarray(step.first)[np.searchsorted(taken, at)]
+            sizes = np.diff(bounds)[taken] - step.padding[taken]
+            low = np.cumsum(sizes) - sizes
+            table["low"] = low[np.searchsorted(taken, at)]
         table["count"] = end - padding - first
         table["drafts"] = drafts = step.drafts[which] - padding
         table["padding"] = padding
