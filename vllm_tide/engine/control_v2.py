@@ -149,14 +149,13 @@ class ControlV2(Control):
         request, or one that this step does not run, loses its slot and gets another
         when it runs again.
         """
-        table, running = self._table, set(scheduler_output.num_scheduled_tokens)
+        table, running = self._table, scheduler_output.num_scheduled_tokens.keys()
         for new in scheduler_output.scheduled_new_reqs:
             self._request_info[new.req_id] = (new.prompt_len, new.sampling_params)
         self._preempted |= scheduler_output.preempted_req_ids or set()
-        self._preempted &= self._request_info.keys() - running
-        for req_id in scheduler_output.num_scheduled_tokens:
-            if req_id in table.slot_of:
-                continue
+        if self._preempted:
+            self._preempted &= self._request_info.keys() - running
+        for req_id in [name for name in running if name not in table.slot_of]:
             waiting = self._preempted & table.slot_of.keys()
             staying = table.slot_of.keys() - waiting if waiting else running
             num_prompt_tokens, params = self._request_info[req_id]
