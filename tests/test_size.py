@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_471,
     "doctor": 923,
     "draft": 3_731,
-    "engine": 6_803,
+    "engine": 6_766,
     "examples": 1,
     "kernels": 1_490,
     "memory": 292,

@@ -425,7 +425,7 @@ class WorkerTide(Generic[C]):
                 "refused": dict(swapper.stager.refused),
             }
             swapper.seconds = []
-        self._reports.run("log", self._server_log.report, report, now)
+        self._reports.run("log", self._server_log.report, report)
         return cast(dict[str, Any], to_builtins(report))
 
     def _faults(self) -> Counter[str]:
