@@ -64,3 +64,12 @@ def test_drafts_are_cut_on_the_host_only_where_a_step_has_landed(
     tide._open_control(None)
     assert tide.control is not None and tide.control.trims is trims
     assert tide.control.cut_on_device is adaptive
+
+
+def test_a_reload_of_the_targets_weights_is_refused() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker = object.__new__(Worker)
+    worker.tide = object.__new__(worker_v2.WorkerTideV2)
+    with pytest.raises(RuntimeError, match="tide: reload_weights is not supported"):
+        worker.reload_weights()
