@@ -136,19 +136,6 @@ PyObject* py_fetch_add(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyLong_FromUnsignedLongLong(tide::fetch_add(address, delta));
 }
 
-PyObject* py_compare_exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!expect_arguments("compare_exchange", count, 4, 4)) return nullptr;
-  Buffer buffer;
-  uint64_t expected;
-  uint64_t desired;
-  if (!buffer.acquire(args[0], PyBUF_WRITABLE) || !to_u64(args[2], &expected) ||
-      !to_u64(args[3], &desired))
-    return nullptr;
-  uint8_t* address = word_at(buffer, args[1]);
-  if (address == nullptr) return nullptr;
-  return PyBool_FromLong(tide::compare_exchange(address, expected, desired));
-}
-
 using Checksum = uint32_t (*)(uint32_t, const void*, size_t);
 
 PyObject* checksum(const char* name, Checksum function, PyObject* const* args,
@@ -359,8 +346,6 @@ PyMethodDef methods[] = {
     {"load", method(py_load), METH_FASTCALL, "Load a u64 word, acquire."},
     {"store", method(py_store), METH_FASTCALL, "Store a u64 word, release."},
     {"fetch_add", method(py_fetch_add), METH_FASTCALL, "Fetch a u64 word and add to it."},
-    {"compare_exchange", method(py_compare_exchange), METH_FASTCALL,
-     "Replace a u64 word if it has the expected value."},
     {"crc32c", method(py_crc32c), METH_FASTCALL, "Return the CRC-32C of a buffer."},
     {"crc32c_table", method(py_crc32c_table), METH_FASTCALL,
      "Return the CRC-32C of a buffer, computed by the portable code."},

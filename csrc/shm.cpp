@@ -201,9 +201,4 @@ uint64_t fetch_add(void* address, uint64_t delta) {
   return before;
 }
 
-bool compare_exchange(void* address, uint64_t expected, uint64_t desired) {
-  return __atomic_compare_exchange_n(static_cast<uint64_t*>(address), &expected, desired,
-                                     false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-
 }  // namespace tide

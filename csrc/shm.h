@@ -36,7 +36,6 @@ int64_t descriptor_size(int fd);
 uint64_t load_acquire(const void* address);
 void store_release(void* address, uint64_t value);
 uint64_t fetch_add(void* address, uint64_t delta);
-bool compare_exchange(void* address, uint64_t expected, uint64_t desired);
 
 // The ring; transport/ring.py describes the layout.
 constexpr size_t kDataAt = 8192;

@@ -252,7 +252,7 @@ for name in serve train; do
     place=$((place + 1))
 done
 jobs=()
-left=$(find "$shm" -name 'vllm_tide_*' -printf '%f ')
+left=$(find "$shm" -name 'vllm_tide2_*' -printf '%f ')
 [ -z "$left" ] || { log "left in /dev/shm: $left"; clean=false; }
 
 [ "$swaps" -ge 1 ] || die "no draft was swapped in: $(tail -n 5 "$work/train.log")"

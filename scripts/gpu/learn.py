@@ -34,8 +34,6 @@ def _trainer(
     place: Place, engine: Engine, share: float, *module: str
 ) -> Iterator[None]:
     """Run a trainer; enter the context when it has attached to the ring."""
-    from vllm_tide.transport.ring import consumer_alive
-
     train = {"device": "cpu" if place.dry else "cuda", "gpu_share": share}
     command = [sys.executable, *(module or ("-m", "vllm_tide", "train"))]
     command += ["--run-dir", str(place.work / "run"), "--config"]
@@ -44,7 +42,7 @@ def _trainer(
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + ATTACH_S * (5 if place.dry else 1)
-            while not consumer_alive(engine.tide._ring._segment.load):
+            while not engine.tide._ring.stats().consumer_alive:
                 assert child.poll() is None, f"the trainer ended: {log.name}"
                 assert time.monotonic() < deadline, f"not attached in time: {log.name}"
                 time.sleep(0.1)

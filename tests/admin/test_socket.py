@@ -1,4 +1,4 @@
-"""Orders through the Unix socket: delivery, refusals, permissions."""
+"""Commands through Unix sockets: delivery, refusals, permissions."""
 
 import json
 import os
@@ -10,10 +10,11 @@ import time
 
 import pytest
 
+from tests.transport.commands import Command
 from tests.transport.samples import make_manifest
 from vllm_tide.cli.main import main
 from vllm_tide.transport import admin
-from vllm_tide.transport.admin import AdminSocket, send, send_to_all, trainer_sockets
+from vllm_tide.transport.admin import AdminSocket, display_names, send_to_all, sockets
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.shm import TransportError
 
@@ -28,7 +29,7 @@ def run_dir(tmp_path):
 @pytest.fixture
 def served(run_dir):
     """A socket that is polled as by a trainer."""
-    trainer, ending = AdminSocket(run_dir), threading.Event()
+    trainer, ending = AdminSocket("trainer", run_dir), threading.Event()
     asked = []
 
     def execute(request):
@@ -47,9 +48,20 @@ def served(run_dir):
     trainer.close()
 
 
-def client_of(path):
+def trainers(*folders):
+    return sockets(folders, "trainer")
+
+
+def send(folder, request, timeout_s=5):
+    """Return the answer of the only trainer of a folder."""
+    (answer,) = send_to_all(trainers(folder), request, timeout_s).values()
+    return answer
+
+
+def client_of(folder):
     """Connect a client that has sent nothing yet."""
-    fd = os.open(path.parent, os.O_RDONLY)
+    (path,) = trainers(folder).values()
+    fd = os.open(folder, os.O_RDONLY)
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(5)
     client.connect(f"/proc/self/fd/{fd}/{path.name}")
@@ -58,8 +70,8 @@ def client_of(path):
 
 
 def leave_socket(run_dir):
-    """Make the files of a killed trainer."""
-    dead = run_dir / "admin-1.sock"
+    """Make the file of a killed trainer."""
+    dead = run_dir / "trainer-1-0.sock"
     fd = os.open(run_dir, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(f"/proc/self/fd/{fd}/{dead.name}")
@@ -67,51 +79,74 @@ def leave_socket(run_dir):
     return dead
 
 
-def test_an_order_of_its_user_is_executed_and_answered(served, run_dir):
+def test_a_command_of_its_user_is_executed_and_answered(served, run_dir):
     trainer, asked = served
     order = {"do": "pause", "what": 1}
-    answers = send_to_all(run_dir, order, 5)
-    assert answers == {
-        f"trainer {os.getpid()}": {"ok": True, "did": "pause", "what": 1}
-    }
+    assert send(run_dir, order) == {"ok": True, "did": "pause", "what": 1}
     assert asked == [order]
-    assert stat.S_IMODE(trainer.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_dir / trainer.name).stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-    # A failing order ends nothing.
-    assert send(trainer.path, {"do": "pause"}, 5) == {
+    # A failing command ends nothing.
+    assert send(run_dir, {"do": "pause"}) == {
         "ok": False, "error": "the command failed (KeyError); see the log",
     }  # fmt: skip
 
 
+def test_a_command_is_repeated_until_it_has_an_answer(run_dir):
+    """Also if its client has ended meanwhile: a purge is not forgotten."""
+    trainer, answers = AdminSocket("trainer", run_dir), [None, None, {"ok": True}]
+    command, ended = (Command(run_dir, do="purge") for _ in range(2))
+    ended.close()
+    calls = []
+
+    def execute(request):
+        calls.append(request)
+        return answers[(len(calls) - 1) // 2]
+
+    for expected in (None, None, {"ok": True}):
+        trainer.poll(execute)
+        assert command.answer == expected
+    assert len(calls) == 6
+    trainer.poll(execute)
+    assert len(calls) == 6
+
+    def refuse(_):
+        raise TransportError("the reason")
+
+    refused = Command(run_dir, do="purge")
+    trainer.poll(refuse)
+    assert refused.answer == {"ok": False, "error": "the reason"}
+    trainer.close()
+
+
+def test_a_process_has_a_socket_in_each_folder_and_is_asked_once(run_dir, tmp_path):
+    lasting = tmp_path / "state" / "run"
+    trainer = AdminSocket("trainer", lasting)
+    trainer.listen_in(run_dir)
+    assert trainers(run_dir, lasting) == {trainer.name: run_dir / trainer.name}
+    shutil.rmtree(run_dir)
+    assert trainers(run_dir, lasting) == {trainer.name: lasting / trainer.name}
+    assert stat.S_IMODE(lasting.stat().st_mode) == 0o700
+    command = Command(lasting, do="status")
+    trainer.poll(lambda _: {"ok": True})
+    assert command.answer == {"ok": True}
+    assert not sockets([lasting], "relay")
+    trainer.close()
+    assert trainers(run_dir, lasting) == {}
+
+
 def test_a_socket_without_its_name_is_bound_again(served, run_dir):
     """The run directory was cleaned: by a logout, `rm`, systemd-tmpfiles."""
-    order = {"do": "pause", "what": 1}
     for remove in (shutil.rmtree, clear, shutil.rmtree):
         remove(run_dir)
         until = time.monotonic() + 20
-        while not trainer_sockets(run_dir):
+        while not trainers(run_dir):
             assert time.monotonic() < until
             time.sleep(0.01)
-        (answer,) = send_to_all(run_dir, order, 5).values()
-        assert answer["ok"]
-        (path,) = trainer_sockets(run_dir)
+        assert send(run_dir, {"do": "pause", "what": 1})["ok"]
+        (path,) = trainers(run_dir).values()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-
-
-def test_a_failed_socket_is_made_later(run_dir, caplog, monkeypatch):
-    monkeypatch.setattr(admin, "CHECK_PERIOD_S", 0.0, raising=False)
-    run_dir.touch()
-    trainer = AdminSocket(run_dir)
-    for _ in range(3):
-        trainer.poll(dict)
-    assert caplog.text.count("no admin socket") == 1
-    run_dir.unlink()
-    trainer.poll(dict)
-    assert trainer_sockets(run_dir) == [trainer.path]
-    trainer.close()
-    trainer.poll(dict)
-    assert trainer_sockets(run_dir) == []
 
 
 def clear(run_dir):
@@ -119,15 +154,30 @@ def clear(run_dir):
         path.unlink()
 
 
+def test_a_failed_socket_is_made_later(run_dir, caplog, monkeypatch):
+    monkeypatch.setattr(admin, "CHECK_PERIOD_S", 0.0)
+    run_dir.touch()
+    trainer = AdminSocket("trainer", run_dir)
+    for _ in range(3):
+        trainer.poll(dict)
+    assert caplog.text.count("no admin socket") == 1
+    run_dir.unlink()
+    trainer.poll(dict)
+    assert list(trainers(run_dir)) == [trainer.name]
+    trainer.close()
+    trainer.poll(dict)
+    assert trainers(run_dir) == {}
+
+
 @pytest.mark.parametrize(
     "line",
     [b"pause\n", b"[]\n", b'{"do": 3}\n', b"\xff\n", b"x" * 5000, b"[" * 4000],
 )
-def test_an_invalid_request_is_answered_with_a_message(served, line):
-    trainer, asked = served
+def test_an_invalid_request_is_answered_with_a_message(served, run_dir, line):
+    _, asked = served
     if not line.endswith(b"\n"):
         line = line[:4000] + b"x" * 1000
-    with client_of(trainer.path) as client:
+    with client_of(run_dir) as client:
         client.sendall(line)
         answer = json.loads(client.recv(1 << 16))
     assert not answer["ok"] and answer["error"].startswith("a request must be")
@@ -135,7 +185,7 @@ def test_an_invalid_request_is_answered_with_a_message(served, line):
 
 
 def test_an_answer_larger_than_the_socket_buffer_arrives_whole(run_dir):
-    trainer, ending = AdminSocket(run_dir), threading.Event()
+    trainer, ending = AdminSocket("trainer", run_dir), threading.Event()
     long = "x" * 3_000_000
     answering = threading.Thread(
         target=lambda: [
@@ -143,15 +193,12 @@ def test_an_answer_larger_than_the_socket_buffer_arrives_whole(run_dir):
             for _ in iter(lambda: ending.wait(0.005), True)
         ]
     )
-    idle = client_of(trainer.path)  # it sends and does not read
+    idle = client_of(run_dir)  # it sends and does not read
     idle.sendall(b'{"do": "status"}\n')
     answering.start()
     try:
         for _ in range(2):
-            assert send(trainer.path, {"do": "status"}, 10) == {
-                "ok": True,
-                "long": long,
-            }
+            assert send(run_dir, {"do": "status"}, 10) == {"ok": True, "long": long}
     finally:
         ending.set()
         answering.join()
@@ -159,84 +206,55 @@ def test_an_answer_larger_than_the_socket_buffer_arrives_whole(run_dir):
         trainer.close()
 
 
-def test_silent_clients_block_nothing_and_the_oldest_is_closed(served):
-    trainer, _ = served
+def test_silent_clients_block_nothing_and_the_oldest_is_closed(served, run_dir):
     order = {"do": "status", "what": 1}
-    silent = [client_of(trainer.path) for _ in range(8)]
-    assert send(trainer.path, order, 60)["ok"]
-    silent += [client_of(trainer.path) for _ in range(admin.MAX_CLIENTS)]
-    assert send(trainer.path, order, 60)["ok"]
+    silent = [client_of(run_dir) for _ in range(8)]
+    assert send(run_dir, order, 60)["ok"]
+    silent += [client_of(run_dir) for _ in range(admin.MAX_CLIENTS)]
+    assert send(run_dir, order, 60)["ok"]
     silent[0].settimeout(60)
-    error = f"too many idle clients ({admin.MAX_CLIENTS}); closing the oldest"
-    assert json.loads(silent[0].recv(4096)) == {"ok": False, "error": error}
-    assert len(trainer._clients) <= admin.MAX_CLIENTS
+    assert silent[0].recv(4096) == b""
+    silent[-1].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        silent[-1].recv(4096)  # connected
     for client in silent:
         client.close()
-    # The sender reads the answer before the trainer has closed the connection.
-    until = time.monotonic() + 60
-    while trainer._clients and time.monotonic() < until:
-        assert send(trainer.path, order, 5)["ok"]
-        time.sleep(0.05)
-    assert trainer._clients == {}
 
 
-def test_the_socket_of_a_killed_trainer_is_not_running_and_is_removed(run_dir):
+def test_the_socket_of_a_killed_trainer_is_not_running_and_is_removed(run_dir, capsys):
     run_dir.mkdir(mode=0o700)
-    leave_socket(run_dir)
-    staged = run_dir / ".admin-1-00000000.new"
-    staged.touch()
-    with pytest.raises(TransportError, match="no trainer is running"):
-        send_to_all(run_dir, {"do": "status"}, 1)
-    trainer = AdminSocket(run_dir)
-    assert trainer_sockets(run_dir) == [trainer.path]
-    trainer.close()
-    assert list(run_dir.iterdir()) == [staged]  # it may just be starting
-    os.utime(staged, (0, 0))
-    AdminSocket(run_dir).close()
+    dead = leave_socket(run_dir)
+    assert send_to_all(trainers(run_dir), {"do": "status"}, 1) == {}
+    assert main(["status", "--run-dir", str(run_dir)]) == 1
+    assert "no trainer is running" in capsys.readouterr().err
+    trainer = AdminSocket("trainer", run_dir)
+    assert list(trainers(run_dir)) == sorted([dead.name, trainer.name])
+    trainer.close()  # the other may just be starting
+    os.utime(dead, (0, 0))
+    AdminSocket("trainer", run_dir).close()
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_socket_that_does_not_listen_yet_is_not_removed(run_dir, monkeypatch):
-    run_dir.mkdir(mode=0o700)
-    seen = []
-
-    class Slow(socket.socket):
-        """Between bind and listen another trainer starts."""
-
-        def listen(self, *backlog):
-            monkeypatch.setattr(admin.socket, "socket", plain)
-            other = AdminSocket(run_dir)
-            seen.extend(trainer_sockets(run_dir))
-            other.close()
-            super().listen(*backlog)
-
-    plain = socket.socket
-    monkeypatch.setattr(admin.socket, "socket", Slow)
-    trainer = AdminSocket(run_dir)
-    assert trainer_sockets(run_dir) == [trainer.path]
-    assert len(seen) == 1 and trainer.path not in seen
-    (answer,) = send_to_all(run_dir, {"do": "status"}, 0.05).values()
-    assert "has not answered" in answer["error"]  # connected: it is only not polled
-    trainer.close()
-
-
-def test_two_trainers_with_the_same_pid_are_distinguished(run_dir):
-    """As in two containers that share the run directory."""
-    first, second = AdminSocket(run_dir), AdminSocket(run_dir)
-    assert sorted([first.path, second.path]) == trainer_sockets(run_dir)
-    names = sorted(send_to_all(run_dir, {"do": "status"}, 0.05))
-    assert len(names) == 2
-    assert all(name.startswith(f"trainer {os.getpid()}-") for name in names)
+def test_trainers_that_hang_are_waited_for_at_the_same_time(run_dir):
+    """Their pids are equal, as in two containers that share the run directory."""
+    first, second = (AdminSocket("trainer", run_dir) for _ in range(2))
+    began = time.monotonic()
+    answers = send_to_all(trainers(run_dir), {"do": "status"}, 0.4)
+    assert time.monotonic() - began < 0.75
+    assert all("has not answered" in answer["error"] for answer in answers.values())
+    names = display_names(answers)
+    assert set(names) == {first.name, second.name}
+    expected = {f"trainer {name[8:-5]}" for name in (first.name, second.name)}
+    assert set(names.values()) == expected
     first.close()
-    assert list(send_to_all(run_dir, {"do": "status"}, 0.05)) == [
-        f"trainer {os.getpid()}"
-    ]
+    answers = send_to_all(trainers(run_dir), {"do": "status"}, 0.05)
+    assert list(display_names(answers).values()) == [f"trainer {os.getpid()}"]
     second.close()
 
 
 def test_a_folder_without_sockets_stops_no_trainer(tmp_path):
     (tmp_path / "file").write_text("")
-    trainer = AdminSocket(tmp_path / "file")
+    trainer = AdminSocket("trainer", tmp_path / "file")
     trainer.poll(lambda _: {})
     trainer.close()
 
@@ -253,7 +271,7 @@ def test_a_health_check_requires_a_trainer_only_where_an_engine_serves(run_dir):
     assert probe(run_dir) == 1  # from the command line: not running
     write_manifest(run_dir, make_manifest())
     assert probe(run_dir, "--probe") == 1
-    hung = AdminSocket(run_dir)  # listens, and never polls
+    hung = AdminSocket("trainer", run_dir)  # listens, and never polls
     assert probe(run_dir, "--probe") == 1
     hung.close()
     for wait in ("-1", "nan", "soon"):

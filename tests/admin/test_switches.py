@@ -14,9 +14,8 @@ from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.switch import PAUSED, Switch, Switches, watch_capture_switch
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
-from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.transport import RingReader, RingWriter
-from vllm_tide.transport.purge import announce_trainer
+from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.rendezvous import durable_folder, write_manifest
 from vllm_tide.transport.ring import Collect
 
@@ -159,19 +158,26 @@ def test_a_trainer_without_its_socket_is_not_ignored(tmp_path, state, capsys):
     """It follows the files as soon as it can; until then the command reports it."""
     run_dir = tmp_path / "run"
     announce(run_dir, state)
-    Report(run_dir, "e1").write(TrainerStatus(state="training"))
+    trainer = AdminSocket("trainer", durable_folder(run_dir, *state or [None]))
     assert main(["pause", "--run-dir", str(run_dir)]) == 1
     assert f"paused (trainer {os.getpid()} does not answer" in capsys.readouterr().out
     assert Switch(run_dir, PAUSED, *state).on
     assert main(["rollback", "--run-dir", str(run_dir)]) == 1
     assert "nothing was rolled back" in capsys.readouterr().err
     # Nor one that has just lost its run directory.
-    (path,) = announce_trainer([durable_folder(run_dir, *state or [None])])
     shutil.rmtree(run_dir)
     announce(run_dir, state)
     assert main(["pause", "--run-dir", str(run_dir)]) == 1
-    path.unlink()
+    trainer.close()
     assert main(["pause", "--run-dir", str(run_dir)]) == 0
+    # Nor one that has only claimed a ring.
+    ring = RingWriter.create(make_spec(), 1 << 16)
+    write_manifest(run_dir, make_manifest("e2", ring=ring.name))
+    reader = RingReader.attach(ring.name)
+    assert main(["pause", "--run-dir", str(run_dir)]) == 1
+    reader.close()
+    assert main(["pause", "--run-dir", str(run_dir)]) == 0
+    ring.close()
 
 
 def test_a_trainer_follows_the_files_but_not_their_loss(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Engines, trainers and an operator in virtual time: the real parts, one process.
 
-Each engine and trainer has a separate pid and start time, in a separate pid namespace;
-a killed one leaves the files of a killed process. Time passes in waits.
+Each engine and trainer has a separate pid; a killed one leaves the files of a killed
+process, without its locks. Time passes in waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.transport.spool_toys import ROWS
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.switch import PAUSED, Switch, Switches
-from vllm_tide.cli import trainer as command
+from vllm_tide.cli import purge
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig, SpoolConfig
 from vllm_tide.engine import trainer_process
@@ -36,22 +36,18 @@ from vllm_tide.transport import (
     admin,
     feeds,
     process,
-    purge,
     rendezvous,
     ring,
     shm,
-    weights,
 )
 from vllm_tide.transport.feeds import open_feeds
-from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.ring import Collect
+from vllm_tide.transport.tenant import parse_id
 
 SLICE_S = 0.25
 LOAD_S = 2.0  # a trainer's start
 SPEC = make_spec()
-TIMED = (*(switch, command, report, trainer_process, admin, feeds, process, purge),
-         *(ring, shm, weights))  # fmt: skip
-NAMED = (process, ring, weights, report, rendezvous)
+TIMED = (*(switch, purge, report, trainer_process, admin, feeds, process, ring, shm),)
 
 
 class World:
@@ -66,17 +62,16 @@ class World:
     def __init__(self, folder, patch, models):
         self.mono, self.unix = 1000.0, 1.8e9
         self.run_dir, self.state_dir = folder / "run", folder / "state"
-        self.starts, self.current = {}, None
+        self.processes, self.current = 0, None
         self.engines, self.trainers, self.wrong = [], [], []
         self.served, self.purges = {}, []
         self.off = self.paused = None
         self.quiet_since = self.mono  # of faults that hide a trainer
         self.models, self.random = models, random.Random(0)
-        self.namespace = secrets.randbits(40)
         self._patch(patch)
 
     def _patch(self, patch):
-        real, real_start = os.getpid(), process.start_time
+        real = os.getpid()
         clock = SimpleNamespace(
             time=lambda: self.unix,
             time_ns=lambda: int(self.unix * 1e9),
@@ -90,14 +85,7 @@ class World:
         prefix = f"{shm.NAME_PREFIX}world_{real}_"
         for module in (shm, rendezvous):
             patch.setattr(module, "NAME_PREFIX", prefix)
-        for module in NAMED:
-            patch.setattr(module, "pid_namespace", lambda: self.namespace)
         patch.setattr(os, "getpid", lambda: self.current or real)
-
-        def start_time(pid):
-            return real_start(pid) if pid == real else self.starts.get(pid)
-
-        patch.setattr(process, "start_time", start_time)
         names = SimpleNamespace(socket=client_in(self), AF_UNIX=socket.AF_UNIX)
         patch.setattr(admin, "socket", names)
         names = SimpleNamespace(
@@ -116,12 +104,8 @@ class World:
             self.current = before
 
     def spawn(self):
-        pid = 3_000_000 + len(self.starts)
-        self.starts[pid] = int(self.mono * 100)
-        return pid
-
-    def bury(self, pid):
-        self.starts[pid] = None
+        self.processes += 1
+        return 3_000_000 + self.processes
 
     def run(self, seconds):
         until = self.mono + seconds
@@ -196,7 +180,6 @@ class Engine:
                 draft_path=str(draft),
                 target_dtype="float32",
                 draft_vocab_size=ROWS,
-                pid_namespace=world.namespace,
                 tide={"train": {"state_dir": state}},
                 created_unix=world.unix,
             )
@@ -209,8 +192,8 @@ class Engine:
         world.engines.append(self)
 
     def announce(self):
-        path = self.world.run_dir / f"engine-{self.manifest.engine_id}.json"
-        if not path.exists():
+        self.path = self.world.run_dir / f"engine-{self.manifest.engine_id}.json"
+        if not self.path.exists():
             rendezvous.write_manifest(self.world.run_dir, self.manifest)
 
     def tick(self):
@@ -222,9 +205,7 @@ class Engine:
             if world.mono >= self.next_report:
                 self.next_report = world.mono + 1.0
                 self.announce()
-                self.weights.heartbeat()
                 self.child._check()
-            self.ring.heartbeat()
             self.serve()
 
     def serve(self):
@@ -241,8 +222,8 @@ class Engine:
 
     def kill(self):
         self.world.engines.remove(self)
-        self.world.bury(self.pid)
         self.switches.close()
+        rendezvous.release_manifest(self.path)
         if self.child._lock is not None:
             os.close(self.child._lock)
         with self.world.acting(None):  # not unlinked
@@ -268,26 +249,15 @@ class Trainer:
         if not len(self.feeds):
             self.kill(2)
             return
-        self.inbox = PurgeInbox(world.run_dir)
         state_dirs = rendezvous.state_dirs(world.run_dir)
-        folders = [
-            rendezvous.durable_folder(world.run_dir, each) for each in state_dirs
-        ]
-        self.files = purge.announce_trainer(folders)
-        self.pause = Switch(
-            world.run_dir, PAUSED, *rendezvous.state_dirs(world.run_dir)
-        )
-        state = (rendezvous.state_dirs(world.run_dir) or [None])[0]
-        self.switches = Switches(world.run_dir, state)
+        folders = switch.switch_folders(world.run_dir, *state_dirs)
+        self.socket = admin.AdminSocket("trainer", *folders[1:])
+        self.pause = Switch(world.run_dir, PAUSED, *state_dirs)
+        self.switches = Switches(world.run_dir, (state_dirs or [None])[0])
         self.set_collect()
         self.report = Report(world.run_dir, self.feeds.ids[0])
-        self.status = TrainerStatus(
-            state="waiting",
-            pid=self.pid,
-            start=world.starts[self.pid],
-            namespace=world.namespace,
-        )
-        self.socket = admin.AdminSocket(world.run_dir)
+        self.status = TrainerStatus(state="waiting", pid=self.pid)
+        self.socket.listen_in(world.run_dir)
         self.attached = True
 
     def tick(self):
@@ -303,23 +273,12 @@ class Trainer:
         self.feeds.poll()
         if not len(self.feeds):
             self.socket.close()
-            for path in self.files:
-                path.unlink(missing_ok=True)
             self.kill(0)
             return
         self.drain()
         self.feeds.heartbeat()
         if self.pause.follow(self.switches):
             self.set_collect()
-        for request in self.inbox.pending():
-            self.drain()
-            tenants = self.world.served
-            remaining = [
-                k for k in self.records if request.tenant not in (None, tenants[k][0])
-            ]
-            removed, self.records = len(self.records) - len(remaining), remaining
-            self.feeds.purge(request.tenant)
-            self.inbox.done(request, {"tokens": removed})
         self.socket.poll(self.execute)
         if self.report.due():
             self.report.write(self.status)
@@ -337,25 +296,36 @@ class Trainer:
                 ("waiting_for", "last_decision", "cycles", "steps", "publications"), 0
             )
             report |= {"engines": {}, "rollbacks": 0, "installed_version": 0}
+            report["tenant_keys"] = []
             return {"ok": True, "status": {**report, "state": "waiting"}}
+        if request["do"] == "purge":
+            return self.purge(request["tenant"])
         was, on = self.pause.on, request["do"] == "pause"
         note = self.pause.set(on)
         self.set_collect()
         noted = {"note": note} if note else {}
         return {"ok": True, "paused": on, "was_paused": was, **noted}
 
+    def purge(self, given):
+        self.drain()
+        tenants = self.world.served
+        tenant = None if given is None else parse_id(given)
+        remaining = [k for k in self.records if tenant not in (None, tenants[k][0])]
+        removed, self.records = len(self.records) - len(remaining), remaining
+        self.feeds.purge(tenant)
+        return {"ok": True, "removed": {"tokens": removed}, "engines": self.feeds.ids}
+
     def set_collect(self):
         self.feeds.set_collect(Collect.NOTHING if self.pause.on else Collect.FULL)
 
     def kill(self, status=-9):
-        """End: its claims, its socket's name and its files stay."""
+        """End: its sockets' names and its files stay."""
         if self.returncode is not None:
             return
         self.returncode = status
         self.world.trainers.remove(self)
-        self.world.bury(self.pid)
         if self.socket is not None:
-            for end in (self.socket._listener, *self.socket._clients):
+            for end in (*self.socket._listeners.values(), *self.socket._clients):
                 if end is not None:
                     end.close()
         for name in () if self.feeds is None else self.feeds.ids:

@@ -20,7 +20,6 @@ from vllm_tide.draft import delta
 from vllm_tide.draft.kind import canonical
 from vllm_tide.engine.staged_draft import tensors_of
 from vllm_tide.train.gpu import GpuTimeBudget
-from vllm_tide.transport.purge import ask
 
 ADAPT = {"adapt": "shared", "stride": 16, "min_tokens": 8}
 
@@ -228,8 +227,7 @@ def test_causes_that_drop_the_fast_draft(engine, how):
     if how == "pause":
         assert sidecar.execute({"do": "pause"})["ok"]
     elif how == "purge":
-        ask(engine.run_dir, None)
-        sidecar._next_purge = 0.0
+        assert sidecar.execute({"do": "purge", "tenant": None})["ok"]
     elif how == "rollback":
         master = sidecar.trainer.snapshot()
         sidecar.deployment.republish(master, {"rollback_of": 1})

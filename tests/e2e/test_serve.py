@@ -296,5 +296,5 @@ def test_stopping_the_server_leaves_nothing_behind(server):
     assert server.stop(grace_s=120)
     assert not mine & set(os.listdir("/dev/shm"))
     assert not read_manifests(run_dir)
-    assert not list(run_dir.glob(f"admin-{trainer.pid}-*.sock"))
+    assert not list(run_dir.glob(f"trainer-{trainer.pid}-*.sock"))
     assert not [p for p in processes if p.is_running()]

@@ -27,7 +27,6 @@ from vllm_tide.draft import (
 )
 from vllm_tide.draft.config import Rope, read_config
 from vllm_tide.draft.eagle3_config import Eagle3Config
-from vllm_tide.transport.process import start_time
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
@@ -135,7 +134,6 @@ class Engine:
         self.manifest = EngineManifest(
             engine_id="one",
             pid=os.getpid(),
-            pid_start=start_time(os.getpid()) or 0,
             ring="",
             weights=self.segment.name,
             target_path=str(self.target),

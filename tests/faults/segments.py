@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_tide.transport.process import start_time
 from vllm_tide.transport.shm import NAME_PREFIX, SHM_DIR, open_readonly
 
 
@@ -20,7 +19,7 @@ class RunSegments:
 
     def __init__(self) -> None:
         self._made: set[str] = set()
-        self._makers: set[tuple[int, int]] = set()
+        self._makers: set[int] = set()
 
     def note(self, pids: Iterable[int]) -> None:
         """Add segments.
@@ -28,16 +27,12 @@ class RunSegments:
         Args:
             pids: Of the run's living processes; those of earlier looks count on.
         """
-        for pid in pids:
-            start = start_time(pid)
-            if start is not None:  # a pid alone is reused
-                self._makers.add((pid, start))
+        self._makers.update(pids)
         for name in os.listdir(SHM_DIR):
             if not name.startswith(NAME_PREFIX) or name in self._made:
                 continue
             with contextlib.suppress(OSError), open_readonly(name) as (_, header):
-                owner = header.owner if header is not None else None
-                if owner is not None and (owner.pid, owner.start) in self._makers:
+                if header is not None and header.pid in self._makers:
                     self._made.add(name)
 
     @property

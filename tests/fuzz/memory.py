@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from vllm_tide.transport import (
     publication,
     shm,
 )
-from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import FORMAT_VERSION, META, Frames, RecordError, decode
 from vllm_tide.transport.ring import FRAME_BYTES, MAGIC, RECORD, pack_frame, peek_ring
 from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, is_orphaned
@@ -77,11 +77,9 @@ def meta_bodies(draw: st.DrawFn) -> bytes:
 
 def sealed(magic: bytes, version: int, size: int, spec: bytes) -> bytes:
     """Return page 0 with a right checksum and any content."""
-    me = Holder.current()
     spec = spec[: shm._SPEC_BYTES]
-    head = shm._HEADER.pack(
-        magic, version, len(spec), size, me.pid, me.start, me.namespace
-    )
+    version |= shm.LAYOUT
+    head = shm._HEADER.pack(magic, version, len(spec), size, os.getpid())
     crc = shm._CRC.pack(_shm.crc32c(spec, _shm.crc32c(head)))
     return ((head + crc).ljust(shm._SPEC_AT, b"\0") + spec).ljust(PAGE_BYTES, b"\0")
 
@@ -168,7 +166,6 @@ def read_ring(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
         stats = reader.stats()
         assert 0 <= stats.used_bytes <= stats.capacity_bytes
         write(writer, BODIES[2])
-        writer.heartbeat()
         writer.stats()
         reader.read()
     finally:
@@ -199,7 +196,6 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
         try:
             for _ in range(12):
                 assert len(trainer.feedback().refused_reason) <= 64
-            trainer.heartbeat()
             version = trainer.latest_version + 1
             trainer.publish(TENSORS, version=version, parent_version=0, meta={})
         finally:

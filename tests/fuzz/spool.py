@@ -35,13 +35,13 @@ from vllm_tide.transport.spool_store import LocalStore
 from vllm_tide.transport.spool_writer import manifest_name
 
 MANIFEST = {
-    "engine_id": "e1", "pid": 1, "pid_start": 2, "ring": "vllm_tide_ring_0",
-    "weights": "vllm_tide_weights_0", "target_path": "/nowhere/t",
+    "engine_id": "e1", "pid": 1, "ring": "vllm_tide2_ring_0",
+    "weights": "vllm_tide2_weights_0", "target_path": "/nowhere/t",
     "draft_path": "/nowhere/d", "target_dtype": "float32", "hidden_size": 3,
     "vocab_size": 100, "draft_vocab_size": 50, "aux_layer_ids": [1, 2],
     "teacher": "topk", "teacher_topk": 2, "feature_dtype": "bfloat16",
     "num_speculative_tokens": 3, "tide": {"run_dir": None}, "created_unix": 1.5,
-    "shared": ["lm_head.weight"], "pid_namespace": 4,
+    "shared": ["lm_head.weight"],
 }  # fmt: skip
 ENGINE = {
     "format": 2, "manifest": MANIFEST, "spec": FIELDS,

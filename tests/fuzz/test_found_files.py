@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import time
 from dataclasses import asdict
 
 import pytest
@@ -15,15 +14,13 @@ from tests.train.toys import ToyTarget
 from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
 from vllm_tide.draft import DraftError
 from vllm_tide.train import checkpoint
-from vllm_tide.transport import TransportError, purge
+from vllm_tide.transport import TransportError
 from vllm_tide.transport.identity import (
     draft_fingerprint,
     read_header,
     target_fingerprint,
 )
-from vllm_tide.transport.purge import PurgeInbox
 from vllm_tide.transport.rendezvous import (
-    MAX_BYTES,
     EngineManifest,
     inspect_manifests,
 )
@@ -146,31 +143,6 @@ def test_a_draft_without_a_version_is_invalid(engine, version):
     assert folder.latest_draft() == 0
 
 
-def test_malformed_purges_and_data_holders_are_skipped(tmp_path):
-    for text in (
-        '{"tenant": null, "asked_unix_s": ' + HUGE + "}",
-        '{"tenant": "-1", "asked_unix_s": 1}',
-        '{"tenant": "' + "f" * 17 + '", "asked_unix_s": 1}',
-        '{"kind": "x", "pid": 1e999, "counts": {}}',
-        '{"kind": "x", "pid": 1, "counts": 3}',
-        '{"state": "", "pid": 1, "updated_unix": ' + HUGE + "}",
-        '{"pid": 1, "start": 1e999, "namespace": 1, "updated_unix": 1}',
-        *(DEEP, "3", " " * (MAX_BYTES + 1)),
-    ):
-        for name in ("purge-0", "purged-0-1", "trainer-e1", "relay-e1-7"):
-            (tmp_path / f"{name}.json").write_text(text)
-        assert PurgeInbox(tmp_path).pending() == []
-        assert purge.answers(tmp_path, purge.PurgeRequest("0", None, 0.0)) == {}
-        assert purge.live_data_holders(tmp_path) == set()
-
-
-def test_a_request_named_as_a_pattern_removes_no_other(tmp_path):
-    asked = '{"tenant": null, "asked_unix_s": %s}'
-    (tmp_path / "purge-*.json").write_text(asked % 1)
-    (tmp_path / "purge-0.json").write_text(asked % time.time())
-    assert [one.id for one in PurgeInbox(tmp_path).pending()] == ["0"]
-
-
 @pytest.mark.parametrize(
     "change",
     [{"engine_id": "../x"}, {"ring": None}, {"hidden_size": "wide"}, {"tide": []},
@@ -187,11 +159,9 @@ def test_a_manifest_of_other_types_is_skipped(tmp_path, change):
 @pytest.mark.timeout(10)
 def test_a_pipe_or_an_endless_file_in_a_run_directory_is_skipped(tmp_path):
     os.mkfifo(tmp_path / "engine-a.json", 0o600)
-    os.mkfifo(tmp_path / "purge-0.json", 0o600)
     with open(tmp_path / "engine-b.json", "wb") as file:
         file.truncate(1 << 36)
     assert [result for _, result in inspect_manifests(tmp_path)] == [None, None]
-    assert PurgeInbox(tmp_path).pending() == []
 
 
 @pytest.fixture

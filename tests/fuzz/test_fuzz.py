@@ -11,7 +11,7 @@ from tests.fuzz.attempt import attempt
 PARSERS = {
     "memory": ("record", "ring", "weights", "publication"),
     "spool": ("spool_reader", "spool_words", "spool_drafts"),
-    "files": ("rendezvous", "purge"),
+    "files": ("rendezvous",),
     "orders": ("admin_server", "admin_client"),
 }
 EXAMPLES = int(os.environ.get("TIDE_FUZZ_EXAMPLES", "1000"))

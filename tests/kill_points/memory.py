@@ -69,7 +69,6 @@ class Producer(Protocol):
             ring = RingWriter.create(SPEC, CAPACITY)
             weights = WeightsSegment.create(4096)
         assert write_record(ring, record_of(0))
-        ring.heartbeat()
         ring.write(frames_of([record_of(3), record_of(3)], follows=[False, True]))
         weights.report(0)
         ring.close()  # a killed one leaves them
@@ -115,7 +114,6 @@ class Consumer(Protocol):
     def check(self, done: bool) -> None:
         numbers = self._taken()
         assert numbers == sorted(set(numbers)), "one came twice"
-        self._ring.heartbeat()
         assert not self._ring.drops
         assert self._ring.collect_mode in (Collect.FULL, Collect.METADATA)
 
@@ -153,7 +151,6 @@ class Publisher(Protocol):
 
     def act(self) -> bool:
         with closing(WeightsWriter.attach(self._segment.name)) as writer:
-            writer.heartbeat()
             before = writer.latest_version
             self._publish(writer)
             self._publish(writer)
@@ -184,7 +181,6 @@ class Feedback(Protocol):
 
     def act(self) -> bool:
         self._segment.report(2, 3, "new", 1.5)
-        self._segment.heartbeat()
         return True
 
     def check(self, done: bool) -> None:

@@ -5,22 +5,36 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.kill_points.points import Protocol
-from tests.transport.samples import make_manifest
+from tests.transport.commands import Command
+from tests.transport.samples import (
+    make_manifest,
+    make_record,
+    write_dead_manifest,
+    write_record,
+)
+from tests.transport.spool_toys import ToyEngine
 from vllm_tide.capture.switch import OFF, PAUSED, Switch, Switches
 from vllm_tide.engine.trainer_process import TrainerProcess
 from vllm_tide.sidecar import report
 from vllm_tide.sidecar.report import Report, TrainerStatus
-from vllm_tide.transport import purge, tenant
-from vllm_tide.transport.admin import AdminSocket, NoTrainerError, send_to_all
+from vllm_tide.transport import RingReader, tenant
+from vllm_tide.transport.admin import (
+    AdminSocket,
+    Execute,
+    is_served,
+    send_to_all,
+    sockets,
+)
 from vllm_tide.transport.rendezvous import (
     durable_folder,
+    inspect_manifests,
     prepare_run_dir,
     read_manifests,
     reclaim_orphans,
@@ -29,6 +43,7 @@ from vllm_tide.transport.rendezvous import (
     take_lock,
     write_manifest,
 )
+from vllm_tide.transport.ring import peek_ring
 
 
 class RunDir(Protocol):
@@ -46,9 +61,7 @@ class RunDir(Protocol):
         reclaim_orphans(self.run_dir)
         tenant.tenant_key(self.run_dir, str(self.state))
         lasting = durable_folder(self.run_dir, str(self.state))
-        for path in purge.announce_trainer([lasting]):
-            path.unlink()
-        AdminSocket(self.run_dir).close()
+        AdminSocket("trainer", self.run_dir, lasting).close()
 
 
 class Manifest(RunDir):
@@ -65,7 +78,9 @@ class Manifest(RunDir):
         return True
 
     def check(self, done: bool) -> None:
-        names = {m.engine_id: m.model_name for m in read_manifests(self.run_dir)}
+        # The engine of a test's new manifest may have been killed.
+        manifests = [manifest for _, manifest in inspect_manifests(self.run_dir)]
+        names = {m.engine_id: m.model_name for m in manifests if m is not None}
         assert names in ({"e1": "new", "other": ""}, {"e1": "old", "other": ""})
         assert not done or names["e1"] == "new"
 
@@ -77,7 +92,7 @@ class Reclaim(RunDir):
         write_manifest(self.run_dir, make_manifest("f" * 16))
         for number in range(6):
             dead = f"{number:016x}"
-            write_manifest(self.run_dir, make_manifest(dead, pid_start=1))
+            write_dead_manifest(self.run_dir, dead)
             for name in (f"trainer-{dead}.json", f"events-{dead}.jsonl"):
                 (self.run_dir / name).write_text("{}")
                 os.utime(self.run_dir / name, (number, number))
@@ -192,68 +207,61 @@ class Order(RunDir):
     """A pause order reaches a trainer; its answer holds for the next one."""
 
     def act(self) -> bool:
-        server = AdminSocket(self.run_dir)
-        try:
-            with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(1.0)
-                client.connect(str(server.path))
-                client.sendall(b'{"do": "pause"}\n')
-                server.poll(self._pause)
-                server.poll(self._pause)
-                return bool(json.loads(client.makefile("rb").readline())["ok"])
-        finally:
-            server.close()
+        return answered(self.run_dir, self._pause, do="pause")
 
     def _pause(self, _: dict[str, object]) -> dict[str, object]:
         why = Switch(self.run_dir, PAUSED, str(self.state)).set(True)
         return {"ok": not why, "note": why}
 
     def check(self, done: bool) -> None:
-        try:
-            send_to_all(self.run_dir, {"do": "status"}, 1.0)
-        except NoTrainerError:
-            pass
-        else:
-            raise AssertionError("a dead trainer answers")
+        paths = sockets([self.run_dir], "trainer")
+        assert not send_to_all(paths, {"do": "status"}, 1.0), "a dead trainer answers"
         switch = Switch(self.run_dir, PAUSED, str(self.state))
         assert switch.on or not done
 
 
 class Purge(RunDir):
-    """A purge is requested, answered by a trainer and a relay, and withdrawn."""
+    """A trainer removes a tenant's records from a ring and confirms it."""
+
+    def begin(self) -> None:
+        self._engine = ToyEngine(self.folder)
+        for seed, whose in enumerate((7, 8, 7)):
+            record = replace(make_record(self._engine.spec, seed), tenant=whose)
+            assert write_record(self._engine.ring, record)
 
     def act(self) -> bool:
-        lasting = [self.state]
-        files = purge.announce_trainer(lasting)
-        purge.announce_relay(self.run_dir, "e1")
-        inbox = purge.PurgeInbox(self.run_dir)
-        request = purge.ask(self.run_dir, 7)
-        for pending in inbox.pending():
-            inbox.done(pending, {"records": 1})
-        answered = purge.answers(self.run_dir, request)
-        if not answered:
-            return False
-        purge.withdraw(self.run_dir, request)
-        purge.retract_relay(self.run_dir, "e1")
-        for path in files:
-            path.unlink()
-        return True
+        with closing(RingReader.attach(self._engine.ring.name)) as reader:
+
+            def execute(_: dict[str, object]) -> dict[str, object]:
+                while (record := reader.read()) is not None:
+                    assert record.tenant in (7, 8)
+                assert reader.stats().corrupt_records == 0 or self.fault == "torn"
+                return {"ok": True}
+
+            return answered(self.run_dir, execute, do="purge", tenant="7")
 
     def check(self, done: bool) -> None:
-        requests = purge.PurgeInbox(self.run_dir).pending()
-        assert [r.tenant for r in requests] in ([], [7])
-        for request in requests:
-            for counts in purge.answers(self.run_dir, request).values():
-                assert counts == {"records": 1}
-        assert not purge.live_data_holders(self.run_dir, str(self.state))
+        stats = peek_ring(self._engine.ring.name)
+        assert stats is not None and not stats.consumer_alive
+        assert stats.used_bytes == 0 or not done
+        assert not any(map(is_served, sockets([self.run_dir], "trainer").values()))
 
-    def tidy(self) -> None:
-        inbox = purge.PurgeInbox(self.run_dir)
-        for request in inbox.pending():  # a live data holder answers the stopped client
-            inbox.done(request, {"records": 1})
-            assert purge.answers(self.run_dir, request)
-            purge.withdraw(self.run_dir, request)
-        super().tidy()
+    def close(self) -> None:
+        self._engine.close()
+
+
+def answered(run_dir: Path, execute: Execute, **request: object) -> bool:
+    """Serve a command through a socket; return whether its client has a good answer."""
+    server = AdminSocket("trainer", run_dir)
+    try:
+        if not sockets([run_dir], "trainer").keys() & {server.name}:
+            return False
+        command = Command(run_dir, server.name, **request)
+        for _ in range(2):
+            server.poll(execute)
+        return command.answer is not None and command.answer["ok"]
+    finally:
+        server.close()
 
 
 class Events(RunDir):

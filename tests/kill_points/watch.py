@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import fcntl
 import io
 import mmap
 import os
@@ -100,11 +101,12 @@ class Watch:
             self._wrap(os, name, kind, place)
         for name in ("shm_create", "shm_open", "shm_unlink"):
             self._wrap(_shm, name, CHANGE)
-        for name in ("store", "fetch_add", "compare_exchange"):
+        for name in ("store", "fetch_add"):
             self._wrap(_shm, name, STORE)
         for name in ("bind", "listen", "connect"):
             self._wrap(socket.socket, name, CHANGE)
         self._wrap(mmap, "mmap", CHANGE)
+        self._wrap(fcntl, "fcntl", CHANGE)  # locks
         self._watch_descriptors()
         self._watch_folders()
         self._watch_files()

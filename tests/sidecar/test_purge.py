@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import subprocess
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -14,11 +15,11 @@ import pytest
 
 from tests.transport.samples import make_record, write_record
 from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
-from vllm_tide.cli import EXIT_ERROR, EXIT_NO
+from vllm_tide.cli import EXIT_ERROR, EXIT_NO, purge
 from vllm_tide.cli import trainer as command
 from vllm_tide.transport import RingReader
-from vllm_tide.transport.process import Holder, pid_namespace, start_time
-from vllm_tide.transport.purge import PurgeInbox, announce_relay
+from vllm_tide.transport.admin import AdminSocket
+from vllm_tide.transport.rendezvous import durable_folder
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import EngineFolder
 from vllm_tide.transport.spool_store import open_store
@@ -28,21 +29,44 @@ from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 @pytest.fixture(autouse=True)
 def state(tmp_path_factory, monkeypatch):
     """Return the path of the tenants' key."""
-    monkeypatch.setattr(command, "POLL_S", 0.01)
+    monkeypatch.setattr(purge, "POLL_S", 0.01)
     path = tmp_path_factory.mktemp("state")
     monkeypatch.setenv("XDG_STATE_HOME", str(path))
     return path / "vllm_tide"
 
 
-def trainer_says(run_dir, pid=None, keys=(), name="e"):
-    holder = Holder.current() if pid is None else Holder(pid, start_time(pid) or 0, 0)
-    fields = {
-        **holder._asdict(),
-        "state": "waiting",
-        "updated_unix": time.time(),
-        "tenant_keys": list(keys),
-    }
-    (run_dir / f"trainer-{name}.json").write_text(json.dumps(fields))
+class Trainer:
+    """Answers commands like a trainer of some engines, in a thread, until it is closed.
+
+    Args:
+        purged: Returns the counts of a purge of a tenant; None delays the answer.
+    """
+
+    def __init__(self, run_dir, *engines, keys=(), purged=lambda tenant: {}):
+        self._socket, self._ending = AdminSocket("trainer", run_dir), threading.Event()
+        self.engines, self._keys, self._purged = list(engines), list(keys), purged
+        self._thread = background(self._loop)
+
+    def _loop(self):
+        while not self._ending.wait(0.005):
+            self._socket.poll(self._execute)
+
+    def _execute(self, request):
+        if request["do"] == "status":
+            return {"ok": True, "status": {"tenant_keys": self._keys}}
+        given = request["tenant"]
+        counts = self._purged(None if given is None else int(given, 16))
+        if counts is None:
+            return None
+        return {"ok": True, "removed": counts, "engines": self.engines}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._ending.set()
+        self._thread.join()
+        self._socket.close()
 
 
 def call(run_dir, *more):
@@ -83,29 +107,23 @@ def tenants_in(store):
     return {t for n in names for t in folder.read_json(f"records/{n}")["tenants"]}
 
 
-def test_the_command_waits_for_the_trainers_and_cleans_up(tmp_path, capsys):
+def test_the_command_waits_for_the_trainers(tmp_path, capsys):
     acme, seen = tenant_id("acme", tenant_key(tmp_path)), []
-    trainer_says(tmp_path)
     arguments = (
         (["--tenant", "acme"], acme),
         (["--tenant-id", "00ff"], 255),
         (["--all"], None),
     )
 
-    def answer():
-        inbox = PurgeInbox(tmp_path)
-        while len(seen) < len(arguments):
-            for request in inbox.pending():
-                seen.append(request.tenant)
-                inbox.done(request, {"samples": 2, "tokens": 40})
-            time.sleep(0.01)
+    def purged(tenant):
+        seen.append(tenant)
+        # In a cycle first.
+        return {"samples": 2, "tokens": 40} if len(seen) % 3 == 0 else None
 
-    trainer = background(answer)
-    for more, _ in arguments:
-        assert call(tmp_path, *more) == 0
-        assert not list(tmp_path.glob("purge*"))
-    trainer.join()
-    assert seen == [tenant for _, tenant in arguments]
+    with Trainer(tmp_path, purged=purged):
+        for more, _ in arguments:
+            assert call(tmp_path, *more) == 0
+    assert seen == [tenant for _, tenant in arguments for _ in range(3)]
     out = capsys.readouterr().out
     assert f"purge of tenant {acme:016x}" in out
     assert out.count(f"trainer {os.getpid()}: removed 2 samples, 40 tokens") == 3
@@ -135,13 +153,16 @@ def test_a_name_is_refused_where_another_key_has_named_the_tenants(
     assert captured.out == "" and len(captured.err.splitlines()) == 1
     assert "nothing was removed, as the tenants' key is" in captured.err
     assert key_id(before) in captured.err and key_id(now) in captured.err
-    assert tenants_in(store) == {tenant} and not list(run_dir.glob("purge*"))
+    assert tenants_in(store) == {tenant}
     # The same if only a trainer's buffers have such data.
     run_dir.mkdir(mode=0o700, exist_ok=True)
     assert call(run_dir, "--tenant", "acme") == EXIT_NO
-    trainer_says(run_dir, keys=[key_id(before)])
-    assert call(run_dir, "--tenant", "acme") == EXIT_ERROR
-    (run_dir / "trainer-e.json").unlink()
+    with Trainer(run_dir, keys=[key_id(before)]):
+        assert call(run_dir, "--tenant", "acme") == EXIT_ERROR
+    hung = AdminSocket("trainer", run_dir)
+    assert call(run_dir, "--tenant", "acme", "--timeout", "0.05") == EXIT_ERROR
+    assert "nothing was removed" in capsys.readouterr().err
+    hung.close()
     assert call(run_dir, "--tenant-id", f"{tenant:016x}", *where) == 1
     assert tenants_in(store) == set()
     assert call(run_dir, "--tenant", "acme", *where) == EXIT_NO
@@ -159,7 +180,6 @@ def test_the_command_waits_for_the_relay_and_no_record_follows(
             relay._writer.flush()
     assert relay._writer.blocked
     serve(engine, 8, 255)  # in the ring
-    announce_relay(engine.run_dir, "e1")
 
     def relaying():
         announced.wait()
@@ -177,98 +197,104 @@ def test_the_command_waits_for_the_relay_and_no_record_follows(
     assert "vllm-tide purge --tenant-id 00000000000000ff" in out
     assert tenants_in(store) == {7, 8}
     assert "spool: removed 0 shards" in out  # the relay had written nothing of it
-    assert not list(engine.run_dir.glob("purge*"))
-    assert not list(engine.run_dir.glob("relay-*.json"))
+    assert not list(engine.run_dir.glob("relay-*"))
 
 
 def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, capsys):
     for tenant in (7, 255, 8):
         record = replace(make_record(SPEC, tenant), tenant=tenant)
         writer_of(store, [record]).flush()
-    trainer_says(tmp_path)
     left = []
 
-    def trainer():
-        inbox = PurgeInbox(tmp_path)
-        while len(left) < 4:
-            for request in inbox.pending():
-                left.append(tenants_in(store))  # read before it answers, at most
-                inbox.done(request, {"records": 1})
-            time.sleep(0.01)
+    def purged(tenant):
+        left.append(tenants_in(store))  # read before it answers, at most
+        return {"records": 1}
 
-    thread = background(trainer)
-    spool = ["--spool", store.url, "--timeout", "20"]
-    assert call(tmp_path, "--tenant-id", "ff", *spool) == 0
-    assert left == [{7, 8, 255}, {7, 8}]
-    assert call(tmp_path, "--all", *spool) == 0
-    thread.join(timeout=5)
+    with Trainer(tmp_path, purged=purged):
+        spool = ["--spool", store.url, "--timeout", "20"]
+        assert call(tmp_path, "--tenant-id", "ff", *spool) == 0
+        assert left == [{7, 8, 255}, {7, 8}]
+        assert call(tmp_path, "--all", *spool) == 0
     assert left[2:] == [{7, 8}, set()] and tenants_in(store) == set()
     out = capsys.readouterr().out
     assert "spool: removed 1 shards" in out and "spool: removed 2 shards" in out
 
 
-def test_a_silent_data_holder_is_named_and_the_request_stays(tmp_path, capsys):
-    assert call(tmp_path, "--all", "--json") == EXIT_NO
+def test_without_a_trainer_nothing_was_removed(tmp_path, capsys):
+    assert call(tmp_path, "--all", "--json", "--timeout", "0.05") == EXIT_NO
     out, err = capsys.readouterr()
     answer = json.loads(out)
     assert answer["removed"] == [] and "no trainer is running" in answer["missing"]
     assert "no trainer is running" in err
     assert "no relay" in err
-    trainer_says(tmp_path, pid=4242)
-    assert call(tmp_path, "--all", "--timeout", "0.05") == EXIT_NO
-    assert "trainer 4242 has not answered" in capsys.readouterr().err
-    assert len(PurgeInbox(tmp_path).pending()) == 2
 
 
-def test_a_hanging_trainer_is_waited_for(tmp_path, capsys):
-    """Another one answers; the silent one is live, its status is an hour old."""
-    with subprocess.Popen(["/bin/sleep", "9"]) as hung:
-        trainer_says(tmp_path, hung.pid, name="f")
-        path = tmp_path / "trainer-f.json"
-        status = json.loads(path.read_text()) | {"namespace": pid_namespace()}
-        status["updated_unix"] -= 3600
-        path.write_text(json.dumps(status))
-        trainer_says(tmp_path)
+def test_a_hanging_trainer_is_named_though_another_one_answers(tmp_path, capsys):
+    """Also if its engine is dead and its run directory was removed meanwhile."""
+    hung = AdminSocket("trainer", durable_folder(tmp_path, None))
+    asked = []
+    with Trainer(tmp_path, purged=lambda tenant: asked.append(tenant) or {"rows": 1}):
+        assert call(tmp_path, "--all", "--timeout", "0.3") == EXIT_NO
+        out, err = capsys.readouterr()
+        assert out.count("removed 1 rows") == 1
+        assert f"trainer {hung.name[8:-5]}: has not answered in 0.3 s" in err
+        assert asked == [None]
+        hung.close()
+        assert call(tmp_path, "--all") == 0
 
-        def answer():
-            inbox = PurgeInbox(tmp_path)
-            while not (asked := inbox.pending()):
-                time.sleep(0.01)
-            inbox.done(asked[0], {})
 
-        thread = background(answer)
-        assert call(tmp_path, "--all", "--timeout", "1") == EXIT_NO
-        thread.join()
-        assert f"trainer {hung.pid} has not answered" in capsys.readouterr().err
-        assert len(PurgeInbox(tmp_path).pending()) == 1
-        hung.kill()
-    assert call(tmp_path, "--all", "--timeout", "0.1") == EXIT_NO
-    assert f"trainer {os.getpid()} has not answered" in capsys.readouterr().err
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_reader_of_a_ring_must_answer(engine, capsys, killed):
+    """Without a socket: it starts, or its socket was removed while it hung."""
+    name, tell = engine.ring.name, os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        reader = RingReader.attach(name)
+        os.write(tell[1], b"x")
+        time.sleep(60)
+        os._exit(reader.capacity)
+    os.read(tell[0], 1)
+    try:
+        with Trainer(engine.run_dir, "another"):
+            if killed:
+                os.kill(pid, signal.SIGKILL)
+                assert call(engine.run_dir, "--all", "--timeout", "1") == 0
+            else:
+                assert call(engine.run_dir, "--all", "--timeout", "0.3") == EXIT_NO
+                err = capsys.readouterr().err
+                assert f"trainer {pid}, which reads engine e1, has not answered" in err
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for fd in tell:
+            os.close(fd)
+
+
+def test_a_trainer_that_starts_is_waited_for(engine):
+    reader = RingReader.attach(engine.ring.name)
+    with contextlib.ExitStack() as stack:
+
+        def start():
+            stack.enter_context(Trainer(engine.run_dir, "e1"))
+
+        starting = threading.Timer(0.2, start)
+        starting.start()
+        assert call(engine.run_dir, "--all", "--timeout", "20") == 0
+        starting.join()
+    reader.close()
 
 
 def test_a_ring_without_a_reader_is_not_purged(engine, capsys):
     """Its trainer died, and the next one reads its records."""
     serve(engine, 255)
-    trainer_says(engine.run_dir)
-    seen = []
-
-    def answer():
-        inbox = PurgeInbox(engine.run_dir)
-        while len(seen) < 2:
-            for request in inbox.pending():
-                seen.append(request)
-                inbox.done(request, {})
-            time.sleep(0.01)
-
-    thread = background(answer)
-    arguments = ["--tenant-id", "ff", "--timeout", "0.5"]
-    assert call(engine.run_dir, *arguments) == EXIT_NO
-    assert "ring of engine e1 is not empty and has no" in capsys.readouterr().err
-    reader = RingReader.attach(engine.ring.name)
-    assert reader.read().tenant == 255
-    reader.close()
-    assert call(engine.run_dir, *arguments) == 0
-    thread.join()
+    arguments = ["--tenant-id", "ff", "--timeout", "0.2"]
+    with Trainer(engine.run_dir):
+        assert call(engine.run_dir, *arguments) == EXIT_NO
+        assert "ring of engine e1 is not empty and has no" in capsys.readouterr().err
+        reader = RingReader.attach(engine.ring.name)
+        assert reader.read().tenant == 255
+        reader.close()
+        assert call(engine.run_dir, *arguments) == 0
 
 
 @pytest.mark.parametrize(

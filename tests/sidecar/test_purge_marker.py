@@ -13,10 +13,11 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
+from tests.transport.commands import purge
 from tests.transport.samples import make_record, make_spec, write_record
 from vllm_tide.sidecar.report import StatusCollector
 from vllm_tide.train.assemble import VERIFY
-from vllm_tide.transport import RingReader, RingWriter, purge
+from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import DATA_AT
 
@@ -99,11 +100,10 @@ def test_no_byte_of_ring_buffers_and_checkpoint_is_left(engine, tmp_path, caplog
     assert list(tmp_path.rglob("checkpoints/*"))
     plant(engine, 5)
     assert in_ring(engine.ring) > 0
-    request = purge.ask(engine.run_dir, TENANT)
-    sidecar._next_purge = 0.0
+    command = purge(engine.run_dir, TENANT)
     assert sidecar._tick()
-    (counts,) = purge.answers(engine.run_dir, request).values()
-    assert counts["open_rows"] == 3 * len(MARKER)
+    assert command.answer["ok"] and command.answer["engines"] == ["test"]
+    assert command.answer["removed"]["open_rows"] == 3 * len(MARKER)
     sidecar._save_checkpoint()
     sidecar._update_status(force=True)
     assert in_tensors() == in_ring(engine.ring) == in_files(tmp_path) == 0
@@ -131,17 +131,16 @@ def test_a_purge_ends_the_cycle_that_holds_documents(engine, monkeypatch):
 
     def ask_then_step(rate):
         if not asked:
-            asked.append(purge.ask(engine.run_dir, TENANT))
-            sidecar._next_purge = 0.0
+            asked.append(purge(engine.run_dir, TENANT))
         return step(rate)
 
     monkeypatch.setattr(sidecar.trainer, "_one_step", ask_then_step)
     sidecar._train()
     assert sidecar.trainer.steps == 1
     assert sidecar.status.last_decision == "interrupted"
-    assert purge.answers(engine.run_dir, asked[0]) == {}
+    assert asked[0].answer is None
     assert sidecar._tick()
-    assert len(purge.answers(engine.run_dir, asked[0])) == 1
+    assert asked[0].answer["ok"]
     assert in_tensors() == 0
     assert not sidecar._purge_waits and sidecar._tick_in_cycle()
     sidecar.feeds.close()
@@ -162,7 +161,7 @@ def test_windows_that_are_too_old_are_not_trained_any_more(engine):
     engine.serve(40)  # a pass begins with earlier windows
     trainer._queue = trainer.buffer.shuffled()
     assert {s.tenant for s in trainer._queue} == {TENANT}
-    sidecar._next_purge = 0.0
+    sidecar._next_expiry = 0.0
     assert sidecar._tick()
     assert not trainer._queue
     assert {s.tenant for s in trainer.buffer.train} == {0}

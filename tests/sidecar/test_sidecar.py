@@ -178,11 +178,9 @@ def test_a_servers_gpu_is_used_after_its_first_request(engine, monkeypatch):
         assert not order
         engine.serve(1)
 
-    announce = loop.announce_trainer
+    admin = loop.AdminSocket
     monkeypatch.setattr(
-        loop,
-        "announce_trainer",
-        lambda folders: (order.append("announce"), announce(folders))[1],
+        loop, "AdminSocket", lambda *given: (order.append("announce"), admin(*given))[1]
     )
     monkeypatch.setattr(loop.time, "sleep", sleep)
     sidecar = attach(engine)

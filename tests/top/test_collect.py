@@ -4,7 +4,12 @@ import pytest
 
 from tests.top.page_server import serve_page
 from tests.top.samples import page_text, write_status
-from tests.transport.samples import make_record, make_spec, write_record
+from tests.transport.samples import (
+    make_record,
+    make_spec,
+    write_dead_manifest,
+    write_record,
+)
 from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.top import collect
 from vllm_tide.top.collect import (
@@ -108,7 +113,7 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
     names = {"ring": ring.name, "weights": segment.name}
     names["draft_path"] = "/home/u/.cache/vllm_tide/fresh/2f07064cd9fb2c5c"
     write_manifest(tmp_path, make_manifest("b", created_unix=2.0, **names))
-    write_manifest(tmp_path, make_manifest("a", pid_start=1, created_unix=1.0))
+    write_dead_manifest(tmp_path, "a", created_unix=1.0)
     (tmp_path / "engine-bad.json").write_text("[]")
     tmp_path.chmod(0o755)
     dead, live = read_engines(tmp_path)

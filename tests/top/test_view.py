@@ -24,6 +24,7 @@ def picture(*, servers=True, engines=1, trainers=1, **changed):
     manifests = [(None, make_manifest(f"engine{i}")) for i in range(engines)]
     with (
         mock.patch.object(collect, "inspect_manifests", lambda _: manifests),
+        mock.patch.object(collect, "is_live", lambda _: True),
         mock.patch.object(collect, "peek_ring", lambda _: RING),
         mock.patch.object(collect, "peek_weights", lambda _: WEIGHTS),
     ):

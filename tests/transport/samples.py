@@ -1,11 +1,11 @@
 """Records generated from a seed, and helpers to compare them."""
 
+import os
 from dataclasses import fields, replace
 
 import numpy as np
 
 from vllm_tide.transport import Phase, Record, RingSpec
-from vllm_tide.transport.process import Holder
 from vllm_tide.transport.record import (
     DTYPE_CODES,
     FINISHED,
@@ -17,7 +17,11 @@ from vllm_tide.transport.record import (
     TOPK,
     Frames,
 )
-from vllm_tide.transport.rendezvous import EngineManifest
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    release_manifest,
+    write_manifest,
+)
 
 SHAPES = {"hidden": (True, False), "topk": (False, True)}
 
@@ -93,13 +97,11 @@ def make_metadata_only(spec, seed=0, num_rows=4, phase=Phase.VERIFY):
 
 def make_manifest(engine_id="e1", **changes):
     """Return a manifest of this process that serves the draft of `make_spec`."""
-    me = Holder.current()
     fields = {
         "engine_id": engine_id,
-        "pid": me.pid,
-        "pid_start": me.start,
-        "ring": "vllm_tide_ring_0",
-        "weights": "vllm_tide_weights_0",
+        "pid": os.getpid(),
+        "ring": "vllm_tide2_ring_0",
+        "weights": "vllm_tide2_weights_0",
         "target_path": "/models/t",
         "draft_path": "/models/d",
         "target_dtype": "bfloat16",
@@ -115,6 +117,11 @@ def make_manifest(engine_id="e1", **changes):
         "created_unix": 1.5,
     }
     return EngineManifest(**{**fields, **changes})
+
+
+def write_dead_manifest(run_dir, *args, **changes):
+    """Write the manifest of an engine that was killed."""
+    release_manifest(write_manifest(run_dir, make_manifest(*args, **changes)))
 
 
 def parts_of(record, feature_dtype):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import resource
 import subprocess
@@ -18,7 +17,7 @@ from vllm_tide.transport import process
 CRASH = """
 import os, resource, signal
 from pathlib import Path
-from vllm_tide.transport.process import Holder, prepare_sidecar_process
+from vllm_tide.transport.process import prepare_sidecar_process
 
 def where_it_hangs():
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -90,20 +89,3 @@ def test_the_session_becomes_nicer_only_with_its_leader(tmp_path, leads):
         assert int(niceness) == nice
     assert group.read_text() == (str(nice) if leads else "")
     assert list(tmp_path.iterdir()) == [group]
-
-
-def test_a_process_that_cannot_be_read_is_not_considered_dead():
-    """Without a free descriptor a live engine's segments would have been removed."""
-    me, spare = process.Holder.current(), []
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                spare.append(os.open("/dev/null", os.O_RDONLY))
-        assert me.alive() is None
-    finally:
-        for each in spare:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert me.alive() is True

@@ -1,32 +1,23 @@
 """After a purge the relay, the spool and a feed contain nothing of a tenant."""
 
-import json
 import logging
-import os
 import time
 from dataclasses import replace
 
 import pytest
 
+from tests.transport.commands import Command, purge
 from tests.transport.samples import body_of, make_record, make_spec, write_record
 from tests.transport.spool_toys import failing, writer_of
-from vllm_tide.transport import RingReader, purge, spool_writer
+from vllm_tide.transport import spool_writer
+from vllm_tide.transport.admin import sockets
 from vllm_tide.transport.feed_spool import SpoolFeed
-from vllm_tide.transport.process import Holder
-from vllm_tide.transport.purge import (
-    DataHolder,
-    PurgeInbox,
-    announce_relay,
-    retract_relay,
-)
-from vllm_tide.transport.rendezvous import durable_folder
 from vllm_tide.transport.spool import EngineFolder, EngineState
 from vllm_tide.transport.spool_shard import SpoolReader
 from vllm_tide.transport.spool_store import StoreError
 from vllm_tide.transport.spool_writer import purge_records
 
 SPEC = make_spec()
-RELAY, TRAINER = (DataHolder(kind, *Holder.current()) for kind in ("relay", "trainer"))
 
 
 @pytest.fixture
@@ -63,151 +54,6 @@ def tenants_in(store):
 def bodies(store):
     names = store.sizes("engines/e1/records")
     return sorted(name for name in names if name.endswith(".safetensors"))
-
-
-# Requests and data holders
-
-
-def test_every_data_holder_answers_a_request_once(tmp_path, monkeypatch):
-    first, second = PurgeInbox(tmp_path), PurgeInbox(tmp_path, "relay")
-    assert first.pending() == []
-    old = purge.ask(tmp_path, 7)
-    new = purge.ask(tmp_path, None)
-    assert first.pending() == second.pending() == [old, new]
-    first.done(old, {"tokens": 3})
-    assert first.pending() == [new]
-    assert second.pending() == [old, new]
-    assert purge.answers(tmp_path, old) == {TRAINER: {"tokens": 3}}
-    second.done(old, {})
-    assert purge.answers(tmp_path, old) == {TRAINER: {"tokens": 3}, RELAY: {}}
-    assert purge.answers(tmp_path, new) == {}
-    for path in tmp_path.iterdir():
-        assert path.stat().st_mode & 0o777 == 0o600
-    purge.withdraw(tmp_path, old)
-    assert second.pending() == [new]
-    later = time.time() + purge.MAX_AGE_S + 1
-    monkeypatch.setattr(time, "time", lambda: later)
-    # A forgotten request goes in the end, not unanswered: the clock may have stepped.
-    assert second.pending() == [new]
-    second.done(new, {})
-    assert second.pending() == []
-    assert list(tmp_path.iterdir()) == []
-    nowhere = PurgeInbox(tmp_path / "gone")
-    assert nowhere.pending() == []
-    nowhere.done(new, {})
-
-
-@pytest.mark.parametrize("text", ["", '{"tenant": 5, "asked_unix_s": 1}'])
-def test_an_invalid_request_is_logged_once(tmp_path, text, caplog):
-    (tmp_path / "purge-0.json").write_text(text)
-    inbox = PurgeInbox(tmp_path)
-    for _ in range(3):
-        assert inbox.pending() == []
-    assert caplog.text.count("is not a valid purge request") == 1
-
-
-def test_live_trainers_are_those_with_a_fresh_status(tmp_path):
-    now = time.time()
-    for pid, state, updated in (
-        (1, "waiting", now),
-        (2, "stopped", now),
-        (3, "waiting", now - purge.FRESH_S - 1),
-    ):
-        status = {"pid": pid, "state": state, "updated_unix": updated}
-        (tmp_path / f"trainer-{pid}.json").write_text(json.dumps(status))
-    (tmp_path / "trainer-d.json").write_text("{")
-    assert purge.live_data_holders(tmp_path) == {DataHolder("trainer", 1)}
-
-
-def trainer_says(run_dir, name="e", **changes):
-    status = {
-        **Holder.current()._asdict(),
-        "state": "training",
-        "updated_unix": time.time(),
-    }
-    (run_dir / f"trainer-{name}.json").write_text(json.dumps({**status, **changes}))
-
-
-def test_a_trainer_is_live_by_pid_and_start_and_elsewhere_by_its_heartbeat(tmp_path):
-    def live(**changes):
-        trainer_says(tmp_path, **changes)
-        return purge.live_data_holders(tmp_path)
-
-    assert live() == {TRAINER}
-    assert live(updated_unix=time.time() - 65) == {TRAINER}  # it hangs, and holds rows
-    assert live(updated_unix=time.time() + 1e6) == {TRAINER}  # the clock stepped
-    assert live(state="stopped") == {TRAINER}  # its memory goes with its process
-    assert live(state="engine_gone") == set()  # it waits for another, without rows
-    assert live(start=1) == set()  # dead, however young its status
-    assert live(namespace=1) == {DataHolder("trainer", os.getpid(), TRAINER.start, 1)}
-    assert live(namespace=1, updated_unix=0) == set()
-    assert live(namespace=1, state="stopped") == set()
-
-
-def test_data_holders_with_the_same_pid_are_distinguished(tmp_path):
-    """Containers that share a run directory count their processes alike."""
-    request = purge.ask(tmp_path, None)
-    trainer_says(tmp_path)
-    trainer_says(tmp_path, "f", namespace=1)
-    PurgeInbox(tmp_path).done(request, {})
-    silent = purge.live_data_holders(tmp_path) - set(purge.answers(tmp_path, request))
-    assert [holder.namespace for holder in silent] == [1]
-
-
-def test_the_reader_of_a_ring_is_asked_before_its_first_status(engine):
-    """It starts, or the run directory vanished while it hung."""
-    assert purge.live_data_holders(engine.run_dir) == set()
-    reader = RingReader.attach(engine.ring.name)
-    assert purge.live_data_holders(engine.run_dir) == {TRAINER}
-    announce_relay(engine.run_dir, "e1")  # it was a relay
-    assert purge.live_data_holders(engine.run_dir) == {RELAY}
-    retract_relay(engine.run_dir, "e1")
-    reader.close()
-    assert purge.live_data_holders(engine.run_dir) == set()
-
-
-def test_a_trainer_outlives_its_run_directory_and_its_engine(tmp_path):
-    """It hung meanwhile: nothing in the run directory names it any more."""
-    run_dir, state_dir = tmp_path / "run", str(tmp_path / "state")
-    folder = durable_folder(run_dir, state_dir)
-    assert purge.live_data_holders(run_dir, state_dir) == set()
-    (path,) = purge.announce_trainer([folder])
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
-    assert purge.live_data_holders(tmp_path / "another", state_dir) == set()
-    path.write_text("")  # its name is enough
-    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
-    dead = folder / f"trainer-1-1-{TRAINER.namespace}"
-    dead.touch()
-    assert purge.live_data_holders(run_dir, state_dir) == {TRAINER}
-    purge.announce_trainer([folder, tmp_path / "state" / "x"])
-    assert sorted(folder.iterdir()) == [path]
-    path.unlink()
-    (tmp_path / "file").touch()
-    assert purge.announce_trainer([tmp_path / "file" / "x"])  # it is logged
-
-
-def test_a_relay_is_live_by_its_pid_and_elsewhere_by_its_heartbeat(tmp_path):
-    announce_relay(tmp_path, "e")
-    (path,) = tmp_path.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
-    status = json.loads(path.read_text())
-
-    def live_with(**changes):
-        path.write_text(json.dumps({**status, **changes}))
-        return purge.live_data_holders(tmp_path)
-
-    assert live_with() == {RELAY}
-    assert live_with(updated_unix=0) == {RELAY}  # it hangs, and still holds rows
-    assert live_with(namespace=1) == {replace(RELAY, namespace=1)}
-    assert live_with(namespace=1, updated_unix=0) == set()
-    assert live_with(start=1) == set()
-    assert not path.exists()  # a dead one's status is removed
-    path.write_text("{")
-    assert purge.live_data_holders(tmp_path) == set()
-    announce_relay(tmp_path, "e")
-    retract_relay(tmp_path, "e")
-    assert list(tmp_path.iterdir()) == []
 
 
 # The writer
@@ -310,33 +156,33 @@ def test_a_relay_answers_and_keeps_records_of_other_tenants(
     relay = engine.relay(store)
     serve(engine, 7, 8)
     relay.tick()  # now they are in the open shard
-    assert purge.live_data_holders(engine.run_dir) == {RELAY}
-    request = purge.ask(engine.run_dir, 7)
+    command = purge(engine.run_dir, 7, "relay")
     relay._next_poll = 0.0
     relay._drain = lambda: 0  # what comes before the purge stays in the ring
     serve(engine, 7, 9, 7)
     relay.tick()
-    assert purge.answers(engine.run_dir, request) == {RELAY: {"records": 3}}
+    assert command.answer == {
+        "ok": True, "removed": {"records": 3}, "engines": ["e1"],
+    }  # fmt: skip
     assert engine.ring.stats().used_bytes == 0
     assert "a purge removed 3 records" in caplog.text
     relay.stop()
     relay.run()
     assert tenants_in(store) == [8, 9]
-    assert purge.live_data_holders(engine.run_dir) == set()
+    assert sockets([engine.run_dir], "relay") == {}
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_starting_or_ending_relay_answers_before_it_writes(store, engine, ends):
-    relay = engine.relay(store) if ends else None
     serve(engine, 7)
-    request = purge.ask(engine.run_dir, 7)
-    relay = relay or engine.relay(store)
+    relay = engine.relay(store)
+    command = purge(engine.run_dir, 7, "relay")
     if ends:
         relay.stop()
         relay.run()
     else:
         relay.tick()
-    assert len(purge.answers(engine.run_dir, request)) == 1
+    assert command.answer["ok"]
     relay.close()
     assert tenants_in(store) == []
     assert bodies(store) == []
@@ -348,14 +194,49 @@ def test_a_relay_answers_only_when_the_ring_was_empty(store, engine, monkeypatch
     relay._drain = lambda: 0
     take, body = relay._reader.take, body_of(*of_tenants(7))
     relay._reader.take = lambda: body  # an engine that never pauses
-    request = purge.ask(engine.run_dir, 7)
+    command = purge(engine.run_dir, 7, "relay")
     relay.tick()
-    assert purge.answers(engine.run_dir, request) == {}
+    assert command.answer is None
     relay._reader.take = take
     relay._next_poll = 0.0
     relay.tick()
-    (counts,) = purge.answers(engine.run_dir, request).values()
-    assert counts["records"] > 0
+    assert command.answer["removed"]["records"] > 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [({"do": "pause"}, "purge only"), ({"do": "purge"}, "'' is not a hexadecimal id"),
+     ({"do": "purge", "tenant": "x"}, "not a hexadecimal id"),
+     ({"do": "purge", "tenant": 7}, "not a hexadecimal id")],
+)  # fmt: skip
+def test_a_relay_refuses_another_command(store, engine, request_, message):
+    relay = engine.relay(store)
+    serve(engine, 7)
+    command = Command(engine.run_dir, kind="relay", **request_)
+    relay._drain = lambda: 0
+    relay.tick()
+    assert not command.answer["ok"] and message in command.answer["error"]
+    assert engine.ring.stats().used_bytes > 0
+
+
+def test_a_purge_of_a_relay_without_its_storage_is_refused(store, engine, monkeypatch):
+    """The shard that it could not remove may be read until the command is repeated."""
+    relay = engine.relay(store)
+    serve(engine, 7)
+    relay.tick()
+    monkeypatch.setattr(store, "write", failing(store, "write", ".json"))
+    with pytest.raises(StoreError):
+        relay._writer.flush()
+    monkeypatch.setattr(store, "remove", failing(store, "remove", ".safetensors"))
+    command = purge(engine.run_dir, 7, "relay")
+    relay._next_poll = 0.0
+    relay.tick()
+    assert not command.answer["ok"] and command.answer["error"]
+    monkeypatch.undo()
+    command = purge(engine.run_dir, 7, "relay")
+    relay._next_poll = 0.0
+    relay.tick()
+    assert command.answer["ok"] and bodies(store) == []
 
 
 # A trainer's feed

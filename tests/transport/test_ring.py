@@ -20,12 +20,7 @@ from tests.transport.samples import (
 )
 from vllm_tide import _shm
 from vllm_tide.transport import Phase, RingReader, RingSpec, RingWriter, TransportError
-from vllm_tide.transport.process import (
-    HEARTBEAT_TIMEOUT_NS,
-    Holder,
-    pid_namespace,
-    start_time,
-)
+from vllm_tide.transport.process import HEARTBEAT_TIMEOUT_NS
 from vllm_tide.transport.record import META_BYTES, RecordError, Status, decode
 from vllm_tide.transport.ring import FRAME_BYTES, RECORD, Atomic, Collect, pack_frame
 from vllm_tide.transport.shm import DATA_AT, SHM_DIR
@@ -143,21 +138,6 @@ def test_one_consumer_at_a_time_which_is_live_while_its_heartbeat_changes(ring_p
     assert writer.stats().consumer_alive
 
 
-def test_a_consumer_without_its_claim_neither_reads_nor_requests(ring_pair):
-    spec = make_spec()
-    writer, reader = ring_pair(spec)
-    parent = os.getppid()  # alive, and not us
-    other = Holder(parent, start_time(parent), pid_namespace())
-    reader._segment.store(Atomic.CONSUMER, other.as_u64)
-    reader.heartbeat()
-    reader.set_collect(Collect.METADATA)
-    write_record(writer, make_record(spec))
-    assert writer.collect and reader.read() is None
-    reader._segment.store(Atomic.CONSUMER, 0)
-    reader.heartbeat()
-    assert not writer.collect and reader.read() is not None
-
-
 def test_the_consumer_sets_the_collect_mode(ring_pair):
     writer, reader = ring_pair(make_spec())
     assert writer.collect
@@ -188,7 +168,6 @@ def test_a_truncated_ring_is_disabled_and_counted(ring_pair):
     write_record(writer, make_record(spec))
     os.truncate(f"{SHM_DIR}/{writer.name}", 0)
     assert not write_record(writer, make_record(spec))
-    writer.heartbeat()
     reader.heartbeat()
     reader.set_collect(Collect.FULL)
     assert not writer.collect
@@ -205,7 +184,6 @@ def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     writer.close()
     writer.close()
     assert not write_record(writer, make_record(spec))
-    writer.heartbeat()
     assert writer.drops["closed"] == writer.stats().dropped_records == 1
     reader.close()
     reader.close()
@@ -215,7 +193,6 @@ def test_a_closed_ring_drops_and_counts(ring_pair, monkeypatch):
     monkeypatch.setattr(writer._segment, "closed", False)
     monkeypatch.setattr(writer._segment, "intact", lambda: True)
     assert not writer.collect
-    writer.heartbeat()
     writer.stats()
     assert not write_record(writer, make_record(spec))
     assert writer.stats().dropped_records == 2

@@ -1,8 +1,12 @@
+import contextlib
 import os
 import re
+import resource
+import signal
 import stat
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -10,8 +14,15 @@ import numpy as np
 import pytest
 
 from vllm_tide import _shm
-from vllm_tide.transport.process import Holder, start_time
-from vllm_tide.transport.shm import DATA_AT, SHM_DIR, Header, Segment, TransportError
+from vllm_tide.transport.shm import (
+    DATA_AT,
+    SHM_DIR,
+    Header,
+    Segment,
+    TransportError,
+    is_orphaned,
+    unlink_if_orphaned,
+)
 
 MAGIC = b"TESTTEST"
 
@@ -63,8 +74,6 @@ def test_atomics_outside_or_unaligned_are_refused(offset):
         _shm.store(atomics, offset, 1)
     with pytest.raises(ValueError):
         _shm.fetch_add(atomics, offset, 1)
-    with pytest.raises(ValueError):
-        _shm.compare_exchange(atomics, offset, 0, 1)
     assert not atomics.any()
 
 
@@ -73,9 +82,7 @@ def test_atomics_hold_the_whole_range_of_u64():
     _shm.store(atomics, 8, 2**64 - 1)
     assert _shm.load(atomics, 8) == 2**64 - 1
     assert _shm.fetch_add(atomics, 8, 2) == 2**64 - 1
-    assert not _shm.compare_exchange(atomics, 8, 5, 9)
-    assert _shm.compare_exchange(atomics, 8, 1, 9)
-    assert atomics.tolist() == [0, 9, 0, 0]
+    assert atomics.tolist() == [0, 1, 0, 0]
     with pytest.raises(OverflowError):
         _shm.store(atomics, 8, -1)
     with pytest.raises((BufferError, TypeError)):
@@ -145,12 +152,12 @@ def test_an_owner_that_exits_normally_unlinks():
 
 
 def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
-    for name in ("vllm_tide_test_00", "vllm_tide_/../x", "passwd", ""):
+    for name in ("vllm_tide2_test_00", "vllm_tide2_/../x", "passwd", ""):
         with pytest.raises(TransportError, match="segment"):
             Segment.attach(name, MAGIC, 1)
     with pytest.raises(TransportError, match="damaged header"):
         Segment.attach(segment.name, b"OTHER___", 1)
-    with pytest.raises(TransportError, match="format 1"):
+    with pytest.raises(TransportError, match="format 513"):
         Segment.attach(segment.name, MAGIC, 2)
     os.truncate(f"{SHM_DIR}/{segment.name}", DATA_AT + 100)
     assert not segment.intact()
@@ -159,9 +166,7 @@ def test_attach_refuses_other_kinds_versions_and_truncated_segments(segment):
 
 
 def test_every_damaged_byte_of_the_header_is_detected():
-    page = (
-        Header(MAGIC, 1, 8192, Holder.current(), {"a": 1}).encode().ljust(4096, b"\0")
-    )
+    page = Header(MAGIC, 1, 8192, os.getpid(), {"a": 1}).encode().ljust(4096, b"\0")
     assert Header.decode(page) is not None
     for at in [*range(52), *range(256, 256 + 7)]:
         damaged = bytearray(page)
@@ -170,22 +175,75 @@ def test_every_damaged_byte_of_the_header_is_detected():
     assert Header.decode(page[:-1]) is None
 
 
+def test_the_other_role_is_exclusive_until_it_is_closed(segment):
+    first, second = (Segment.attach(segment.name, MAGIC, 1) for _ in range(2))
+    assert not segment.claimed() and first.owner_alive()
+    first.claim(3, "reader")
+    assert first.claimed() and second.claimed() and segment.claimed()
+    with pytest.raises(TransportError, match=rf"process {os.getpid()} is already the"):
+        second.claim(3, "reader")
+    second.close()
+    assert segment.claimed()  # a closed descriptor of the file releases nothing
+    first.close()
+    assert not segment.claimed() and not first.claimed()
+
+
 @pytest.mark.slow
-def test_a_dead_or_zombie_process_is_not_alive():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    holder = Holder(child.pid, start_time(child.pid) or 0, Holder.current().namespace)
-    assert holder.alive() is True
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not reaped
-    assert holder.alive() is False
-    child.wait()
-    child.stdin.close()
-    assert holder.alive() is False
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+def test_a_killed_owner_is_dead_at_once_though_its_forked_child_lives(reaped):
+    """The child inherits the mapping and the descriptors."""
+    reader, tell = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        os.setpgid(0, 0)
+        made = Segment.create("test", MAGIC, 1, {}, 4096)
+        if os.fork() == 0:
+            os.write(tell, made.name.encode())
+        time.sleep(60)
+        os._exit(0)
+    name = os.read(reader, 200).decode()
+    other = Segment.attach(name, MAGIC, 1)
+    try:
+        assert other.owner_alive() and not is_orphaned(name)
+        os.kill(owner, signal.SIGKILL)
+        os.waitid(os.P_PID, owner, os.WEXITED | (0 if reaped else os.WNOWAIT))
+        assert not other.owner_alive() and is_orphaned(name)
+        assert unlink_if_orphaned(name) and not is_orphaned(name)
+    finally:
+        os.killpg(owner, signal.SIGKILL)  # the child
+        if not reaped:
+            os.waitpid(owner, 0)
+        other.close()
+        os.close(reader)
+        os.close(tell)
 
 
-def test_a_reused_pid_and_another_namespace_are_distinguished():
-    me = Holder.current()
-    assert me.alive() is True
-    assert Holder.from_u64(me.as_u64, me.namespace) == me
-    assert Holder(me.pid, me.start + 1, me.namespace).alive() is False
-    assert Holder(me.pid, me.start, me.namespace + 1).alive() is None
+@pytest.mark.slow
+def test_a_killed_claimant_is_replaced_at_once(segment):
+    pid = os.fork()
+    if pid == 0:
+        mine = Segment.attach(segment.name, MAGIC, 1)
+        mine.claim(3, "reader")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert segment.load(3) == pid and not segment.claimed()
+    other = Segment.attach(segment.name, MAGIC, 1)
+    other.claim(3, "reader")
+    assert segment.load(3) == os.getpid() and segment.claimed()
+    other.close()
+
+
+def test_a_segment_that_cannot_be_opened_is_not_considered_dead(segment):
+    """Without a free descriptor a live engine's segments would have been removed."""
+    spare = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.open("/dev/null", os.O_RDONLY))
+        assert not is_orphaned(segment.name)
+    finally:
+        for each in spare:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -137,7 +137,6 @@ def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
             except WeightsRefused as error:
                 assert error.sentence
                 reasons.add(error.reason)
-            segment.heartbeat()
             assert isinstance(writer.feedback().installed_version, int)
             buf[at] ^= flip
     assert {"torn", "truncated", "sha256", "stale"} <= reasons
@@ -222,7 +221,6 @@ def test_a_truncated_segment_is_refused_and_not_modified(weights_pair, size):
     assert refused(segment) == "truncated"
     assert segment.latest_version() == 0
     segment.report(1)
-    segment.heartbeat()
     with pytest.raises(TransportError, match="truncated"):
         publish(writer, 2)
     with pytest.raises(TransportError, match="truncated"):

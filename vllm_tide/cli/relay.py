@@ -13,7 +13,6 @@ from pathlib import Path
 from vllm_tide.cli import LOG_FORMAT, add_run_dir, fail
 from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
 from vllm_tide.transport import process
-from vllm_tide.transport.purge import announce_relay, retract_relay
 from vllm_tide.transport.rendezvous import (
     SPOOL_VARIABLE,
     EngineManifest,
@@ -64,15 +63,10 @@ def _run(args: argparse.Namespace) -> int:
         if not prepared:
             _prepare(config.train)
             prepared = True
-        # A purge must wait for rows in the ring, also while the spool is unreachable.
-        announce_relay(run_dir, manifest.engine_id)
-        try:
-            state = "engine_gone"
-            if relay := _connect(manifest, run_dir, url, config.spool):
-                with process.stopped_by_signals(relay.stop):  # after the current turn
-                    state = relay.run()
-        finally:
-            retract_relay(run_dir, manifest.engine_id)
+        state = "engine_gone"
+        if relay := _connect(manifest, run_dir, url, config.spool):
+            with process.stopped_by_signals(relay.stop):  # after the current turn
+                state = relay.run()
         logger.info("engine %s: %s", manifest.engine_id, state)
         if not (args.wait and state == "engine_gone"):
             return 0
@@ -103,7 +97,6 @@ def _connect(
                 raise
         if not is_alive():
             return None
-        announce_relay(run_dir, manifest.engine_id)
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE_S)
 

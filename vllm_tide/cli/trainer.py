@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_tide.cli import EXIT_NO, add_output, add_run_dir, emit, fail
-from vllm_tide.transport import purge
-from vllm_tide.transport.admin import NoTrainerError, send_to_all
+from vllm_tide.transport.admin import (
+    Answer,
+    display_names,
+    is_served,
+    send_to_all,
+    sockets,
+)
 from vllm_tide.transport.rendezvous import (
+    EngineManifest,
     NotRunningError,
     default_run_dir,
     prepare_run_dir,
@@ -24,15 +27,16 @@ from vllm_tide.transport.rendezvous import (
     require_readable,
     state_dirs,
 )
+from vllm_tide.transport.ring import ring_consumer
 from vllm_tide.transport.shm import TransportError
 
-if TYPE_CHECKING:
-    from vllm_tide.transport.spool_store import Store
-
-Counts = dict[purge.DataHolder, Counter[str]]
-
 MAX_SECONDS = 86400
-POLL_S = 0.2
+
+
+class NoTrainerError(NotRunningError):
+    """No trainer is running in the run directory."""
+
+
 EPILOGS = {
     "status": "The loop of the trainer answers, so an answer means that it runs. `top` "
     "shows engines and servers too.",
@@ -92,7 +96,9 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run a command; return 1 without a trainer, or if one refused or timed out."""
-    runners = {"status": _status, "capture": _switch_capture, "purge": _purge}
+    from vllm_tide.cli.purge import run_purge
+
+    runners = {"status": _status, "capture": _switch_capture, "purge": run_purge}
     runners |= {"rollback": _roll_back, "pause": _pause, "resume": _pause}
     try:
         run_dir = args.run_dir or default_run_dir()
@@ -109,8 +115,39 @@ def run(args: argparse.Namespace) -> int:
 def _send_to_trainers(
     run_dir: Path, args: argparse.Namespace, describe: Callable[[Any], str]
 ) -> int:
-    answers = send_to_all(run_dir, {"do": args.command}, args.timeout)
-    return _print_answers(args, answers, describe)
+    request = {"do": args.command}
+    answers = send_to_all(sockets([run_dir], "trainer"), request, args.timeout)
+    if not answers:
+        raise NoTrainerError(_why_no_trainer(run_dir))
+    return _print_answers(args, displayed(answers), describe)
+
+
+def displayed(answers: dict[str, Answer]) -> dict[str, Answer]:
+    names = display_names(answers)
+    return {names[name]: answer for name, answer in answers.items()}
+
+
+def _why_no_trainer(run_dir: Path) -> str:
+    engines = read_manifests(run_dir)
+    if not engines:
+        return (
+            f"no trainer is running in {run_dir}, and no engine: give the server's run "
+            "directory (--run-dir)"
+        )
+    if any(map(_starts_trainer, engines)):
+        return (
+            f"no trainer answers in {run_dir}: it may be starting, see its "
+            "trainer-*.log"
+        )
+    return (
+        f"no trainer answers in {run_dir}, and its server starts none (tide.preset, "
+        "tide.train.autostart): see `vllm-tide top`"
+    )
+
+
+def _starts_trainer(engine: EngineManifest) -> bool:
+    train, capture = engine.tide.get("train"), engine.tide.get("capture")
+    return bool((train or {}).get("autostart")) and bool((capture or {}).get("enabled"))
 
 
 def _print_answers(
@@ -166,7 +203,7 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         return _send_to_trainers(run_dir, args, describe)
     finally:
         with contextlib.suppress(OSError, TransportError):
-            folders = switch_folders(run_dir, *_state_dirs(args, run_dir))
+            folders = switch_folders(run_dir, *running_state_dirs(args, run_dir))
             if not args.json and (off := switches_on(folders)):
                 print(*(switched[name] for name in off), sep="\n")
 
@@ -208,7 +245,7 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
         if not os.path.lexists(run_dir):
             raise
     # Engines follow the files within a second; so does a trainer that starts or hangs.
-    switch = Switch(run_dir, PAUSED, *_state_dirs(args, run_dir))
+    switch = Switch(run_dir, PAUSED, *running_state_dirs(args, run_dir))
     was, on = switch.on, args.command == "pause"
     why = switch.set(on)
     answer = {"was_paused": was, "paused": on} | ({"note": why} if why else {})
@@ -223,10 +260,28 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     return status or EXIT_NO * (not done)
 
 
-def _silent_trainers(args: argparse.Namespace, run_dir: Path) -> list[purge.DataHolder]:
-    """Return live trainers, to be called if none has a socket."""
-    holders = purge.live_data_holders(run_dir, *_state_dirs(args, run_dir))
-    return sorted(holder for holder in holders if holder.kind == "trainer")
+def socket_folders(args: argparse.Namespace, run_dir: Path) -> list[Path]:
+    """Return the folders of sockets: the run directory, and what outlives it."""
+    from vllm_tide.capture.switch import switch_folders
+
+    return switch_folders(run_dir, *running_state_dirs(args, run_dir))
+
+
+def _silent_trainers(args: argparse.Namespace, run_dir: Path) -> list[str]:
+    """Return live trainers, to be called if none has a socket in the run directory."""
+    paths = sockets(socket_folders(args, run_dir), "trainer")
+    names = display_names(name for name, path in paths.items() if is_served(path))
+    result = sorted(names.values())
+    for manifest in read_manifests(run_dir):
+        reader = ring_consumer(manifest.ring)
+        if reader is not None and not is_spooled(manifest):
+            result.append(f"trainer {reader}")
+    return result
+
+
+def is_spooled(manifest: EngineManifest) -> bool:
+    spool = manifest.tide.get("spool")
+    return isinstance(spool, dict) and bool(spool.get("url"))
 
 
 def _no_engine(run_dir: Path | None) -> bool:
@@ -242,7 +297,7 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     exists, off = os.path.lexists(run_dir), args.switch == "off"
     if exists:
         prepare_run_dir(run_dir)
-    folders = switch_folders(run_dir, *(dirs := _state_dirs(args, run_dir)))
+    folders = switch_folders(run_dir, *(dirs := running_state_dirs(args, run_dir)))
     if (exists or not off) and (why := Switch(run_dir, OFF, *dirs).set(off)):
         if not (off and OFF in switches_on([run_dir])):
             raise TransportError(why)
@@ -264,119 +319,5 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     return emit(args, text, value) or EXIT_NO * (not count)
 
 
-def _state_dirs(args: argparse.Namespace, run_dir: Path) -> list[str | None]:
+def running_state_dirs(args: argparse.Namespace, run_dir: Path) -> list[str | None]:
     return state_dirs(run_dir) or [getattr(args, "state_dir", None)]
-
-
-def _purge(args: argparse.Namespace, run_dir: Path) -> int:
-    """Purge the data holders, then the spool, then the trainers again.
-
-    A relay may have written data just before it answered, and a trainer may have read
-    them before the spool was purged.
-    """
-    from vllm_tide.transport.spool_store import open_store
-    from vllm_tide.transport.spool_writer import purge_records
-
-    if not args.all and not args.tenant and args.tenant_id is None:
-        raise TransportError(
-            "purge: no data selected; give --tenant NAME, --tenant-id HEX, or --all"
-        )
-    store = None if args.spool is None else open_store(args.spool)
-    tenant = _tenant(args, run_dir, store)
-    scope = "everything" if tenant is None else f"tenant {tenant:016x}"
-    lines = [f"purge of {scope}"]
-    counts: Counts = {}
-    removed = 0
-    missing = _purge_holders(run_dir, tenant, args, counts)
-    if store is not None:
-        # No time limit for --all: clocks of two hosts may differ.
-        before = math.inf if tenant is None else None
-        removed = purge_records(store, tenant=tenant, before_unix=before)
-        lines.append(f"spool: removed {removed} shards")
-        if not missing and any(holder.kind == "trainer" for holder in counts):
-            missing = _purge_holders(run_dir, tenant, args, counts)
-    for holder, removals in sorted(counts.items()):
-        text = ", ".join(f"{n} {name}" for name, n in sorted(removals.items()))
-        lines.append(f"{holder}: removed {text or 'nothing'}")
-    if not missing and all(holder.kind == "relay" for holder in counts):
-        which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
-        lines.append(f"next, on the trainer's host: vllm-tide purge {which}")
-    done = [{"who": str(holder), **removals} for holder, removals in counts.items()]
-    value = {"removed": done, "spool_shards": removed, "missing": missing}
-    status = emit(args, "\n".join(lines), value)
-    if missing:
-        fail(missing)
-        return EXIT_NO
-    return status
-
-
-def _purge_holders(
-    run_dir: Path, tenant: int | None, args: argparse.Namespace, counts: Counts
-) -> str:
-    """Send a purge to all data holders, add up the answers; return what is missing."""
-    request, deadline = purge.ask(run_dir, tenant), time.monotonic() + args.timeout
-    while True:
-        live = purge.live_data_holders(run_dir, *_state_dirs(args, run_dir))
-        answered = purge.answers(run_dir, request)
-        silent = live - set(answered)
-        unread = purge.unread_engines(run_dir) if answered else []
-        if not (silent or unread) or time.monotonic() >= deadline:
-            break
-        time.sleep(POLL_S)
-    for holder, removals in answered.items():
-        counts.setdefault(holder, Counter()).update(removals)
-    if silent:
-        return (
-            f"{min(silent)} has not answered; it, or its successor, removes the data "
-            "when it does, and may pass them on until then: run purge again to confirm"
-        )
-    if unread:
-        return (
-            f"the ring of engine {unread[0]} is not empty and has no reader; the "
-            "next reader removes the data: run purge again to confirm"
-        )
-    if not answered:
-        return (
-            f"no trainer is running in {run_dir}, and no relay; the next one removes "
-            "the data"
-        )
-    purge.withdraw(run_dir, request)
-    return ""
-
-
-def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int | None:
-    """Return the id of the given tenant; None for all."""
-    if args.tenant is not None:
-        return _named_tenant(args, run_dir, store)
-    if args.tenant_id is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 <= (tenant := int(args.tenant_id, 16)) < 1 << 64:
-            return tenant
-    raise TransportError(
-        f"--tenant-id: {args.tenant_id!r} is not a hexadecimal id of 64 bits; "
-        "`vllm-tide purge --tenant NAME` prints it"
-    )
-
-
-def _named_tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
-    from vllm_tide.transport import tenant
-    from vllm_tide.transport.spool import EngineFolder, engine_ids
-
-    live = read_manifests(run_dir)
-    state_dir = args.state_dir or next(filter(None, _state_dirs(args, run_dir)), None)
-    key = tenant.tenant_key(run_dir, state_dir, create=False)
-    tenant_id, own = tenant.tenant_id(args.tenant, key), tenant.key_id(key)
-    known = {m.tenant_key_id for m in live}
-    known.update(*purge.live_trainers(run_dir).values())
-    for folder in [EngineFolder(store, i) for i in engine_ids(store)] if store else []:
-        shards = folder.store.sizes(folder.path("records"))
-        if shards and (entry := folder.read_engine()):
-            known.add(entry.manifest.tenant_key_id)
-    if others := known - {"", own}:
-        raise TransportError(
-            f"--tenant: nothing was removed, as the tenants' key is {own} but there "
-            f"are data of {', '.join(sorted(others))}: purge by --tenant-id (by this "
-            f"key {tenant_id:016x}) or --all"
-        )
-    return tenant_id

@@ -269,8 +269,7 @@ class Stager:
             applied to it; changes of another base are refused.
         serving: Whether a real step has run. Before that nothing is staged on a device,
             because a copy or query from another thread aborts a graph capture.
-        beat: Called at every poll, so that an engine without requests still sends
-            heartbeats; None for nothing.
+        beat: Called at every poll, also without requests; None for nothing.
     """
 
     def __init__(

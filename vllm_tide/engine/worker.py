@@ -40,7 +40,6 @@ from vllm_tide.engine.trainer_process import (
     given_cores,
 )
 from vllm_tide.transport import rendezvous
-from vllm_tide.transport.process import start_time
 from vllm_tide.transport.record import RingSpec
 from vllm_tide.transport.rendezvous import to_builtins
 from vllm_tide.transport.ring import Collect, RingWriter
@@ -345,16 +344,10 @@ class WorkerTide(Generic[C]):
             self._group,
             cores,
         )
-        self.swapper.stager.beat = self._beat
+        self.swapper.stager.beat = self._log_pause  # also without requests
 
-    def _beat(self) -> None:
-        """Send a heartbeat from the stager's thread, also without requests."""
-        if (ring := self._ring) is not None:
-            ring.heartbeat()
-            self._log_pause(ring)
-
-    def _log_pause(self, ring: RingWriter) -> None:
-        if ring.intact:
+    def _log_pause(self) -> None:
+        if (ring := self._ring) is not None and ring.intact:
             self._server_log.collect(bool(ring.collect))
 
     def _open_control(self, worker: Any) -> None:
@@ -376,7 +369,6 @@ class WorkerTide(Generic[C]):
             **facts,
             engine_id=self._engine_id,
             pid=os.getpid(),
-            pid_start=start_time(os.getpid()) or 0,
             ring="" if self._ring is None else self._ring.name,
             weights="" if self._segment is None else self._segment.name,
             teacher=capture.teacher,
@@ -409,9 +401,8 @@ class WorkerTide(Generic[C]):
             "draft_installed_unix": self._draft_since,
         }
         if self.capture is not None and self._ring is not None:
-            self._ring.heartbeat()
             if self.swapper is None:  # else the stager's thread does it
-                self._log_pause(self._ring)
+                self._log_pause()
             report |= self._capture_report(self.capture, self._ring)
         if self.control is not None:
             report |= self._reports.always("stats", self.control.stats) or {}

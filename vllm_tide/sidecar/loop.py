@@ -12,14 +12,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_tide.capture.switch import PAUSED, Switch, Switches
+from vllm_tide.capture.switch import PAUSED, Switch, Switches, switch_folders
 from vllm_tide.config import TideConfig, TrainConfig, parse_tide
 from vllm_tide.deploy.deployment import Deployment
 from vllm_tide.deploy.fast_draft import FastDraft
@@ -51,23 +51,19 @@ from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import renice
-from vllm_tide.transport.purge import PurgeInbox, PurgeRequest, announce_trainer
-from vllm_tide.transport.rendezvous import (
-    durable_folder,
-    read_manifests,
-    state_dirs,
-)
+from vllm_tide.transport.rendezvous import read_manifests, state_dirs
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.tenant import purged_tenant
 
 logger = logging.getLogger("vllm_tide.train")
 
 IDLE_SLEEP_S = 0.05
-PURGE_PERIOD_S = 1.0
+EXPIRE_PERIOD_S = 1.0
 BATCH, LIMIT_S = 256, 2.0
 ROWS_PER_READ = 8192
 """Maximum rows per read; many per engine, so that all get fair shares."""
-COMMANDS = ("status", "pause", "resume", "rollback")
+COMMANDS = ("status", "pause", "resume", "rollback", "purge")
 
 
 class Sidecar:
@@ -129,8 +125,9 @@ class Sidecar:
         self.status = TrainerStatus(model_name=self.manifest.model_name)
         self.report = Report(run_dir, feed.id, open_tracing("trainer"))
         folders = state_dirs(run_dir) or [self.config.state_dir]
-        self._files = announce_trainer(durable_folder(run_dir, d) for d in folders)
-        self._purges, self._next_purge = PurgeInbox(run_dir), 0.0
+        # A purge must find this process while it starts; other commands need its loop.
+        self._admin = AdminSocket("trainer", *switch_folders(run_dir, *folders)[1:])
+        self._next_expiry = 0.0
         self.stopping = self._purge_waits = False
         self._trained_s = 0.0
         self._cycle_began: float | None = None
@@ -162,7 +159,7 @@ class Sidecar:
             overrides=config is not None,
         )
         self._resume()
-        self._admin = AdminSocket(run_dir)
+        self._admin.listen_in(run_dir)
 
     def stop(self) -> None:
         """Request the loop to end after the current step."""
@@ -196,13 +193,10 @@ class Sidecar:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"
             self.fast.stop()
             self._update_status(force=True)
-            self._admin.close()
             self._switches.close()
             self.trainer.stepper.close()
             self.feeds.close()
-            for path in self._files:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            self._admin.close()
         return self.status.state
 
     def _tick(self) -> bool:
@@ -223,7 +217,7 @@ class Sidecar:
         self.deployment.tick()
         self.fast.tick(now, paused=self._pause.on)
         self.trainer.stepper.idle()
-        self._handle_purges(now)
+        self._expire(now)
         self._admin.poll(self.execute)
         self._update_status()
         return not self.stopping and len(self.feeds) > 0
@@ -249,18 +243,17 @@ class Sidecar:
         yield from self._served.flush_idle(now)
         self.trainer.flush_idle(now)
 
-    def execute(self, request: dict[str, Any]) -> Answer:
-        """Execute an operator's command between two steps; return the answer."""
+    def execute(self, request: dict[str, Any]) -> Answer | None:
+        """Execute an operator's command between two steps; None: repeat it later."""
         command = request["do"]
         if command == "status":
             return {"ok": True, "status": finite(asdict(self.status))}
         if command in ("pause", "resume"):
             return self._set_pause(command == "pause")
         if command == "rollback":
-            try:
-                return {"ok": True, **self.deployment.rollback("ordered")}
-            except TransportError as error:
-                return {"ok": False, "error": str(error)}
+            return {"ok": True, **self.deployment.rollback("ordered")}
+        if command == "purge":
+            return self._purge(purged_tenant(request))
         message = f"unknown command {command!r}; use one of {', '.join(COMMANDS)}"
         return {"ok": False, "error": message}
 
@@ -302,6 +295,7 @@ class Sidecar:
 
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
+        self._purge_waits = False
         before, cpu = self.trainer.out_of_memory, time.process_time()
         result = self.trainer.train_cycle(self._tick_in_cycle)
         now = time.monotonic()
@@ -355,35 +349,36 @@ class Sidecar:
             self._save_checkpoint()
         self._update_status(force=True)
 
-    def _handle_purges(self, now: float) -> None:
-        """Remove expired data, answer purge requests, follow the files of `pause`."""
-        if now < self._next_purge:
+    def _expire(self, now: float) -> None:
+        """Remove expired data, follow the files of `pause`."""
+        if now < self._next_expiry:
             return
-        self._next_purge = now + PURGE_PERIOD_S
+        self._next_expiry = now + EXPIRE_PERIOD_S
         # A command sets it in the files while this trainer starts or hangs.
         if self._pause.follow(self._switches):
             self._pause_changed()
         self.trainer.expire()
-        pending = self._purges.pending()
-        self._purge_waits = bool(pending) and self._cycle_began is not None
-        if self._purge_waits:
-            self._next_purge = now  # immediately after the cycle
-        else:
-            self._answer(pending, now)
 
-    def _answer(self, pending: Iterable[PurgeRequest], now: float) -> None:
-        for request in pending:
-            for served in self._drain(now):
-                self._observe(served, now)
-            if not self._emptied:  # the rings may still contain purged rows
-                return
-            self.fast.drop("purged")
-            self.fast.tick(now, paused=True)  # send the base before the answer
-            counts = self.trainer.purge(request.tenant)
-            counts["fetched_records"] = self.feeds.purge(request.tenant)
-            counts["open_requests"] = self._served.purge(request.tenant)
-            self._purges.done(request, counts)
-            self.report.add("purge", **counts)
+    def _purge(self, tenant: int | None) -> Answer | None:
+        """Remove the data of a tenant, or all; None: repeat it later.
+
+        It waits for the end of a cycle, and until the rings have been empty.
+        """
+        self._purge_waits = self._cycle_began is not None
+        if self._purge_waits:
+            return None
+        now = time.monotonic()
+        for served in self._drain(now):
+            self._observe(served, now)
+        if not self._emptied:  # the rings may still contain purged rows
+            return None
+        self.fast.drop("purged")
+        self.fast.tick(now, paused=True)  # send the base before the answer
+        counts = self.trainer.purge(tenant)
+        counts["fetched_records"] = self.feeds.purge(tenant)
+        counts["open_requests"] = self._served.purge(tenant)
+        self.report.add("purge", **counts)
+        return {"ok": True, "removed": counts, "engines": self.feeds.ids}
 
     def _wait_for_rows(self, feed: Feed, ranks: Ranks | None) -> None:
         """Wait for the first captured rows, so until the server's KV cache exists.

@@ -29,7 +29,6 @@ from prometheus_client.registry import Collector
 
 from vllm_tide.metrics import PREFIX, TRAINER, TRAINER_LABELS, finite
 from vllm_tide.tracing import Tracing
-from vllm_tide.transport.process import Holder, pid_namespace
 from vllm_tide.transport.rendezvous import write_private
 from vllm_tide.transport.shm import sanitize_for_log
 
@@ -63,7 +62,6 @@ class TrainerStatus:
     """Fields of `trainer-<engine_id>.json`; `metrics.TRAINER` describes most of them.
 
     Attributes:
-        pid: Identifies this process, with `start` (ticks since boot) and `namespace`.
         state: "starting", "waiting", "training", "stopped" or "engine_gone".
         model_name: Served model name of the first engine.
         waiting_for: Why no draft can be published, or no cycle started, at present;
@@ -113,8 +111,6 @@ class TrainerStatus:
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
     adaptation: dict[str, Any] = _of("fast.figures", dict)
-    start: int = field(default_factory=lambda: Holder.current().start)
-    namespace: int = field(default_factory=pid_namespace)
 
     def copy_from(self, sidecar: Any) -> None:
         for each in fields(self):

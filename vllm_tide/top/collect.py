@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_tide.transport.rendezvous import inspect_manifests
+from vllm_tide.transport.rendezvous import inspect_manifests, is_live
 from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.weights import peek_weights
@@ -168,19 +168,19 @@ def parse_page(text: str, t_s: float) -> Page | str:
 def read_engines(run_dir: Path) -> list[Json]:
     """Read the figures of all announced engines, also dead ones, oldest first.
 
-    `alive` is None if the pid is not visible. Figures of ring and weights are None
-    without capture or swaps, or if the segment is gone.
+    Figures of ring and weights are None without capture or swaps, or if the segment is
+    gone.
     """
     engines = []
-    manifests = [m for _, m in inspect_manifests(run_dir) if m is not None]
-    for manifest in sorted(manifests, key=lambda m: m.created_unix):
+    manifests = [(p, m) for p, m in inspect_manifests(run_dir) if m is not None]
+    for path, manifest in sorted(manifests, key=lambda pair: pair[1].created_unix):
         weights = peek_weights(str(manifest.weights))
         figures = {
             **_read(manifest, _MANIFEST),
             **_read(peek_ring(str(manifest.ring)), _RING),
             **_read(weights and weights.feedback, _FEEDBACK),
             "published_version": weights and weights.latest_version,
-            "alive": manifest.owner_alive(),
+            "alive": is_live(path),
             "target": Path(str(manifest.target_path)).name,
             "draft": _draft_name(Path(str(manifest.draft_path))),
             "policy": _policy(manifest.tide),

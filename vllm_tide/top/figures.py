@@ -60,7 +60,7 @@ def is_empty(picture: Json) -> bool:
     """Return whether there is no engine, trainer or server."""
     return (
         all(server["error"] for server in picture["servers"])
-        and all(engine["alive"] is False for engine in picture["engines"])
+        and not any(engine["alive"] for engine in picture["engines"])
         and not any(map(is_running, picture["trainers"]))
     )
 

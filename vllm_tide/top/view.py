@@ -187,8 +187,7 @@ def _server(server: Json) -> RenderableType:
 
 def _engine(engine: Json, brief: bool) -> RenderableType:
     """Lay out an engine; `brief` leaves out figures shown for its server."""
-    alive = {True: "alive", False: "dead", None: "pid not visible"}[engine["alive"]]
-    style = "green" if engine["alive"] else "red"
+    alive, style = ("alive", "green") if engine["alive"] else ("dead", "red")
     title = (
         f"[bold]ENGINE[/] {{engine_id:.12}} pid {{pid}} [{style}]{alive}[/]  {{target}}"
         " + {draft}, {num_speculative_tokens} draft tokens|, {policy}"

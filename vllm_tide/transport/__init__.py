@@ -11,7 +11,7 @@ Threat model, for every reader and writer here:
   users. Segments and run directories of another user are refused. A spool trusts every
   member of the group of its root directory.
 * A crash at any instruction is harmless: partially written data are never read, and the
-  claims and segments of dead processes are taken over or removed.
+  kernel releases the locks on segments and manifests of dead processes.
 * Data that fail a check (checksum, digest, size, bounds) are dropped and counted.
 * Data of another format version are refused with an error message.
 * Nothing is repaired.

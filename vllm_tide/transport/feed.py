@@ -104,7 +104,6 @@ class RingFeed:
         if not (self._reader.intact and self._writer.intact):
             raise TransportError("its shared memory was truncated: restart its server")
         self._reader.heartbeat()
-        self._writer.heartbeat()
 
     def alive(self) -> bool:
         """Return whether the engine is alive or has left unread records."""

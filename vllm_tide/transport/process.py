@@ -1,9 +1,4 @@
-"""Identity and liveness of processes, and the setup of trainer and relay processes.
-
-A process is identified by pid and start time (a pid alone is reused). Both fit into one
-u64, so a claim is one compare-and-exchange. The pid namespace is stored separately: in
-another container a pid is meaningless, and only heartbeats are evaluated.
-"""
+"""Setup of trainer and relay processes, heartbeats, and the identity of a process."""
 
 from __future__ import annotations
 
@@ -20,11 +15,8 @@ from types import FrameType
 from typing import NamedTuple
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
-"""A peer with a last heartbeat older than this (10 s) is considered dead."""
+"""A trainer with a last heartbeat older than this (10 s) does not read the ring."""
 
-# /proc/<pid>/stat gives the start in ticks of 10 ms: 42 bits are 1,394 years.
-_START_BITS = 42
-_START_MASK = (1 << _START_BITS) - 1
 # Tolerated difference of clock readings on two cores.
 _CLOCK_SLACK_NS = 10**9
 _BOOT_UNIX = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -122,7 +114,7 @@ def pid_namespace() -> int:
 
 
 class Holder(NamedTuple):
-    """A process as identified in shared memory.
+    """A process as identified in a spool.
 
     Args:
         pid: Process id in its pid namespace.
@@ -136,16 +128,6 @@ class Holder(NamedTuple):
     @classmethod
     def current(cls) -> Holder:
         return cls(os.getpid(), start_time(os.getpid()) or 0, pid_namespace())
-
-    @classmethod
-    def from_u64(cls, value: int, namespace: int) -> Holder:
-        """Decode :attr:`as_u64`."""
-        return cls(value >> _START_BITS, value & _START_MASK, namespace)
-
-    @property
-    def as_u64(self) -> int:
-        """Pid and start time as one u64; 0 means no process."""
-        return (self.pid & ((1 << 22) - 1)) << _START_BITS | self.start & _START_MASK
 
     def alive(self) -> bool | None:
         """Return whether the process is alive; None if its pid cannot be checked."""

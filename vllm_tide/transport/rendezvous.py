@@ -1,21 +1,20 @@
 """The run directory: engines announce their segments, trainers discover them.
 
 It contains a JSON file per engine, ``engine-<engine_id>.json``, replaced atomically,
-mode 0600 in a directory of mode 0700. The next process to start removes files and
-segments of dead ones. This module also reads and writes small files for all modules.
+mode 0600 in a directory of mode 0700. The engine has its file locked while it is alive.
+The next process to start removes files and segments of dead ones. This module also
+reads and writes small files for all modules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
-import struct
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,12 +24,11 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from vllm_tide.transport.process import Holder, pid_namespace
+from vllm_tide.transport import locks
 from vllm_tide.transport.shm import (
     NAME_PREFIX,
     SHM_DIR,
     TransportError,
-    is_orphaned,
     unlink_if_orphaned,
 )
 
@@ -57,7 +55,6 @@ class EngineManifest:
 
     engine_id: str  # letters, digits, dot, dash, underscore
     pid: int  # of the worker that created the segments
-    pid_start: int  # clock ticks since boot
     ring: str  # names of its segments
     weights: str
     target_path: str  # directories of the target and of the initial draft
@@ -75,21 +72,14 @@ class EngineManifest:
     created_unix: float  # s
     # Draft tensors shared with the target: neither trained nor published.
     shared: list[str] = field(default_factory=list)
-    pid_namespace: int = field(default_factory=pid_namespace)  # its inode
     model_name: str = ""  # served model name; empty if unknown
     draft_sample_method: str = "greedy"  # vLLM's: how draft tokens are sampled
     tenant_key_id: str = ""  # of the key of its tenant ids
     # Of the GPUs of all ranks.
     gpu_uuids: list[str] = field(default_factory=list)
 
-    def owner_alive(self) -> bool | None:
-        """Return whether the engine is alive; None if its pid cannot be checked.
 
-        An unlocked segment proves its death also from another pid namespace.
-        """
-        if is_orphaned(self.ring) or is_orphaned(self.weights):
-            return False
-        return Holder(self.pid, self.pid_start, self.pid_namespace).alive()
+_manifest_locks: dict[Path, int | None] = {}  # of this process
 
 
 class NotRunningError(TransportError):
@@ -319,17 +309,47 @@ def to_builtins(value: Any) -> Any:
 
 
 def write_manifest(run_dir: Path, manifest: EngineManifest) -> Path:
-    """Write an engine's manifest; return its path.
+    """Write the manifest of this process's engine, locked; return its path.
 
     Raises:
         TransportError: The id is not a valid file name or the file not writable.
     """
     path = _path(prepare_run_dir(run_dir), manifest.engine_id)
+    text = json.dumps(asdict(manifest), indent=1)
     try:
-        write_private(path, json.dumps(asdict(manifest), indent=1))
+        with _temporary_file(path, [text], False) as temporary:
+            lock = locks.hold(temporary)
+            try:
+                os.replace(temporary, path)
+            except OSError:
+                locks.release(lock)
+                raise
     except OSError as error:
         raise TransportError(f"cannot write {path}: {error.strerror}") from error
+    release_manifest(path)
+    _manifest_locks[path] = lock
     return path
+
+
+def release_manifest(path: Path) -> None:
+    """Unlock a manifest of this process, as if the process had ended."""
+    locks.release(_manifest_locks.pop(path, None))
+
+
+def is_live(path: Path) -> bool:
+    """Return whether the engine of a manifest is alive; True if that is unknown."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return locks.is_locked(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
 
 
 def read_manifests(run_dir: Path) -> list[EngineManifest]:
@@ -341,7 +361,7 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
     manifests = [
         manifest
         for path in _manifest_paths(run_dir)
-        if (manifest := _read(path)) is not None and manifest.owner_alive() is not False
+        if (manifest := _read(path)) is not None and is_live(path)
     ]
     return sorted(manifests, key=lambda manifest: manifest.created_unix)
 
@@ -386,8 +406,10 @@ def inspect_manifests(run_dir: Path) -> list[tuple[Path, EngineManifest | None]]
 
 def remove_manifest(run_dir: Path, engine_id: str) -> None:
     """Remove an engine's manifest if it exists."""
+    path = _path(run_dir, engine_id)
     with contextlib.suppress(OSError):
-        _path(run_dir, engine_id).unlink()
+        path.unlink()
+    release_manifest(path)
 
 
 def group_of(manifest: EngineManifest) -> str:
@@ -408,14 +430,13 @@ def reclaim_orphans(run_dir: Path) -> list[str]:
         manifest = _read(path)
         if manifest is None:  # may belong to a live engine
             live.add(path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX))
-        elif manifest.owner_alive() is False:
+        elif not is_live(path):
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed.append(path.name)
         else:
             live.add(manifest.engine_id)
     removed += _remove_old_files(run_dir, live) + remove_abandoned(run_dir)
-    # The header of a segment names its owner: this includes segments of manifests.
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(SHM_DIR)):
             if name.startswith(NAME_PREFIX) and unlink_if_orphaned(name):
@@ -453,14 +474,10 @@ def take_lock(run_dir: Path, group: str) -> int | None:
     """
     path, flags = run_dir / "trainers.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
-    offset = int(group, 16) >> 1  # each group locks one byte of the file
-    lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+    if locks.try_lock(fd, int(group, 16) >> 1):  # each group locks one byte of the file
+        return fd
+    os.close(fd)
+    return None
 
 
 def _path(run_dir: Path, engine_id: str) -> Path:

@@ -20,13 +20,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_tide import _shm
-from vllm_tide.transport.process import Holder, heartbeat_is_fresh, pid_namespace
+from vllm_tide.transport.process import heartbeat_is_fresh
 from vllm_tide.transport.record import (
     FORMAT_VERSION,
     Frames,
@@ -41,8 +40,7 @@ from vllm_tide.transport.shm import (
     LINE_BYTES,
     Segment,
     TransportError,
-    atomic_of,
-    peek_atomics,
+    peek,
 )
 
 MAGIC = b"VTIDERNG"
@@ -52,7 +50,6 @@ class Atomic(IntEnum):
     """Indices of atomics; the consumer stores TAIL and later, the producer others."""
 
     HEAD = 0
-    PRODUCER_BEAT = 1
     WRITTEN_RECORDS = 2
     WRITTEN_ROWS = 3
     DROPPED_RECORDS = 4
@@ -60,9 +57,9 @@ class Atomic(IntEnum):
     TAIL = 6
     CORRUPT = 7
     CONSUMER = 8
-    CONSUMER_NAMESPACE = 9
-    CONSUMER_BEAT = 10
-    COLLECT = 11
+    """Its pid, for messages: a lock decides whether there is one."""
+    CONSUMER_BEAT = 9
+    COLLECT = 10
     """A `Collect`; any other value means NOTHING."""
 
 
@@ -93,14 +90,7 @@ class RingStats:
     consumer_alive: bool
 
 
-def consumer_alive(load: Callable[[int], int]) -> bool:
-    """Return whether a live process with a fresh heartbeat is the consumer."""
-    holder = Holder.from_u64(load(Atomic.CONSUMER), load(Atomic.CONSUMER_NAMESPACE))
-    fresh = heartbeat_is_fresh(load(Atomic.CONSUMER_BEAT))
-    return holder.pid > 0 and holder.alive() is not False and fresh
-
-
-def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
+def _stats(load: Callable[[int], int], capacity: int, claimed: bool) -> RingStats:
     """Return the counters of a ring from its atomics."""
     return RingStats(
         capacity,
@@ -110,7 +100,7 @@ def ring_stats(load: Callable[[int], int], capacity: int) -> RingStats:
         load(Atomic.DROPPED_RECORDS),
         load(Atomic.DROPPED_ROWS),
         load(Atomic.CORRUPT),
-        consumer_alive(load),
+        claimed and heartbeat_is_fresh(load(Atomic.CONSUMER_BEAT)),
     )
 
 
@@ -189,11 +179,8 @@ class RingWriter:
         self._end = np.zeros(2, np.uint64)
         self._disabled = ""
         self._written_records = self._written_rows = 0
-        # Usually correct for the consumer too, which overwrites it.
-        segment.store(Atomic.CONSUMER_NAMESPACE, pid_namespace())
         # Collect training rows before the first consumer attaches.
         segment.store(Atomic.COLLECT, Collect.FULL)
-        self.heartbeat()
 
     @classmethod
     def create(cls, spec: RingSpec, capacity_bytes: int) -> RingWriter:
@@ -240,17 +227,11 @@ class RingWriter:
                 self._count(reason, len(matching), int(matching.sum()))
         return written
 
-    def heartbeat(self) -> None:
-        """Store the engine's heartbeat. Thread-safe."""
-        # ValueError: another thread closed the ring between the check and the store.
-        with contextlib.suppress(ValueError):
-            if not self._unusable():
-                self._segment.store(Atomic.PRODUCER_BEAT, time.monotonic_ns())
-
     def level(self) -> tuple[int, int]:
         """Return the bytes written and the bytes consumed since creation."""
         last = int(self._end[1])  # last valid value, used if the new one is invalid
-        with contextlib.suppress(ValueError):  # as in heartbeat
+        # ValueError: another thread closed the ring between the check and the load.
+        with contextlib.suppress(ValueError):
             if not self._unusable():
                 tail = self._segment.load(Atomic.TAIL)
                 if last <= tail <= self._head:
@@ -274,7 +255,7 @@ class RingWriter:
             if self._unusable():
                 return Collect.METADATA
             value = self._segment.load(Atomic.COLLECT)
-        except ValueError:  # as in heartbeat
+        except ValueError:  # as in level
             return Collect.METADATA
         return Collect(value) if value in (1, 2) else Collect.NOTHING
 
@@ -284,10 +265,11 @@ class RingWriter:
         return self.collect_mode is Collect.FULL
 
     def stats(self) -> RingStats:
-        """Return the current counters. Reads /proc: do not call it in every step."""
-        with contextlib.suppress(ValueError):  # as in heartbeat
+        """Return the current counters. Tests a lock: do not call it in every step."""
+        with contextlib.suppress(ValueError):  # as in level
             if not self._unusable():
-                return ring_stats(self._segment.load, self.capacity)
+                segment = self._segment
+                return _stats(segment.load, self.capacity, segment.claimed())
         return RingStats(
             self.capacity,
             0,
@@ -336,7 +318,7 @@ class RingWriter:
             if not self._disabled and not self._segment.closed:
                 self._segment.store(index, records)
                 self._segment.store(index + 1, rows)
-        except ValueError:  # as in heartbeat; suppress() costs 0.5 us more
+        except ValueError:  # as in level; suppress() costs 0.5 us more
             self._disabled = "closed"
 
 
@@ -358,7 +340,7 @@ class RingReader:
         self.capacity = segment.header.size_bytes - DATA_AT
         self._corrupt = segment.load(Atomic.CORRUPT)
         self._tail = segment.load(Atomic.TAIL)
-        self._lost = False
+        self.heartbeat()
         # A pause stays in effect until `set_collect`.
         paused = segment.load(Atomic.COLLECT) == Collect.NOTHING
         self.set_collect(Collect.NOTHING if paused else Collect.FULL)
@@ -408,7 +390,7 @@ class RingReader:
 
         Their checksum has been verified, their content has not.
         """
-        if self._lost or not self._segment.intact():
+        if not self._segment.intact():
             return None
         head = self._segment.load(Atomic.HEAD) // LINE_BYTES * LINE_BYTES
         if not 0 <= head - self._tail <= self.capacity:
@@ -422,17 +404,8 @@ class RingReader:
 
     def heartbeat(self) -> None:
         """Store the trainer's heartbeat."""
-        if not self._segment.intact():
-            return
-        try:
-            self._segment.renew_claim(Atomic.CONSUMER, "trainer")
-        except TransportError:
-            self._lost = True  # another process is the consumer now and moves the tail
-            return
-        if self._lost:
-            self._lost = False
-            self._tail = self._segment.load(Atomic.TAIL)
-            self.set_collect(self._collect)
+        if self._segment.intact():
+            self._segment.store(Atomic.CONSUMER_BEAT, time.monotonic_ns())
 
     def set_collect(self, mode: Collect) -> None:
         """Request full rows, metadata-only records, or no records from the engine.
@@ -440,8 +413,7 @@ class RingReader:
         Takes effect in the engine's next step and stays after this consumer exits.
         Records already in the ring are not changed.
         """
-        self._collect = mode
-        if not self._lost and self._segment.intact():
+        if self._segment.intact():
             self._segment.store(Atomic.COLLECT, int(mode))
 
     @property
@@ -451,17 +423,16 @@ class RingReader:
 
     def producer_alive(self) -> bool:
         """Return whether the engine that created the ring is alive."""
-        return self._segment.owner_alive(Atomic.PRODUCER_BEAT)
+        return self._segment.owner_alive()
 
     def stats(self) -> RingStats:
         """Return the current counters; the engine's are those that it stored last."""
-        load = self._segment.load if self._segment.intact() else _load_zero
-        return ring_stats(load, self.capacity)
+        intact = self._segment.intact()
+        load = self._segment.load if intact else _load_zero
+        return _stats(load, self.capacity, intact)
 
     def close(self) -> None:
         """Release the claim and unmap. Idempotent."""
-        if self._segment.intact() and not self._lost:
-            self._segment.release(Atomic.CONSUMER)
         self._segment.close()
 
     def _count_corrupt(self) -> None:
@@ -504,22 +475,18 @@ class RingReader:
             begin += size
 
 
-def ring_consumer(name: str) -> Holder | None:
-    """Return the live process that reads a ring; None if there is none."""
-    peeked = peek_atomics(name, MAGIC)
-    if peeked is None:
-        return None
-    load = partial(atomic_of, peeked[1])
-    holder = Holder.from_u64(load(Atomic.CONSUMER), load(Atomic.CONSUMER_NAMESPACE))
-    alive = holder.alive()
-    if alive is None:
-        alive = heartbeat_is_fresh(load(Atomic.CONSUMER_BEAT))
-    return holder if holder.pid and alive else None
+def ring_consumer(name: str) -> int | None:
+    """Return the pid of the live process that reads a ring; None if there is none.
+
+    The pid is of another pid namespace if the process is in another container.
+    """
+    ring = peek(name, MAGIC)
+    return ring.load(Atomic.CONSUMER) if ring is not None and ring.claimed else None
 
 
 def peek_ring(name: str) -> RingStats | None:
     """Return a ring's counters; None if it is missing, damaged or of another user."""
-    peeked = peek_atomics(name, MAGIC)
-    if peeked is None:
+    ring = peek(name, MAGIC)
+    if ring is None:
         return None
-    return ring_stats(partial(atomic_of, peeked[1]), peeked[0].size_bytes - DATA_AT)
+    return _stats(ring.load, ring.header.size_bytes - DATA_AT, ring.claimed)

@@ -4,16 +4,17 @@
 when a process that only attached to it exits.
 
 Page 0 is the header, written once before the name is published: magic, format version,
-size, owner, length and CRC at 0, the spec as JSON at 256. Page 1 holds atomics (u64),
-each on a separate cache line. The data follow. ``Segment`` may raise; the classes built
-on it define which exceptions leave them.
+size, pid of the creator, length and CRC at 0, the spec as JSON at 256. Page 1 holds
+atomics (u64), each on a separate cache line. The data follow. The creator has byte 0 of
+the file locked while it is alive, and the process with the other role (reader of a
+ring, writer of drafts) byte 1. ``Segment`` may raise; the classes built on it define
+which exceptions leave them.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -28,9 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_tide import _shm
-from vllm_tide.transport.process import Holder, heartbeat_is_fresh
+from vllm_tide.transport import locks
 
-NAME_PREFIX = "vllm_tide_"
+# Not "vllm_tide_": earlier versions test another kind of lock and would remove segments
+# of live processes.
+NAME_PREFIX = "vllm_tide2_"
 SHM_DIR = "/dev/shm"  # noqa: S108 - the mount of POSIX shared memory in Linux
 _NAME = re.compile(re.escape(NAME_PREFIX) + r"[A-Za-z0-9_.-]{1,200}")
 # A segment without a valid header is being created, or its creator died doing so.
@@ -40,11 +43,14 @@ PAGE_BYTES = 4096
 LINE_BYTES = 64
 ATOMICS_AT = PAGE_BYTES
 DATA_AT = 2 * PAGE_BYTES
+LAYOUT = 0x200
+"""Version of pages 0 and 1, a part of the format version of every segment."""
+_OWNER, _CLAIM = 0, 1  # locked bytes
 
 _SPEC_AT = 256
 _SPEC_BYTES = PAGE_BYTES - _SPEC_AT
-# magic, format version, spec length, size, owner pid, owner start, owner namespace
-_HEADER = struct.Struct("<8sIIQQQQ")
+# magic, format version, spec length, size, pid of the creator
+_HEADER = struct.Struct("<8sIIQQ16x")
 _CRC = struct.Struct("<I")
 
 # Exceptions that parsing JSON of an unexpected structure can raise.
@@ -73,12 +79,13 @@ class Header:
 
     Args:
         magic: Eight bytes that identify the kind of segment.
+        pid: Process id of the creator, for information.
     """
 
     magic: bytes
     format_version: int
     size_bytes: int
-    owner: Holder
+    pid: int
     spec: dict[str, Any]
 
     def encode(self) -> bytes:
@@ -94,7 +101,7 @@ class Header:
                 f"{_SPEC_BYTES}: shorten engine_id or the layer list"
             )
         fixed = _HEADER.pack(
-            self.magic, self.format_version, len(spec), self.size_bytes, *self.owner
+            self.magic, self.format_version, len(spec), self.size_bytes, self.pid
         )
         fixed += _CRC.pack(_shm.crc32c(spec, _shm.crc32c(fixed)))
         return fixed.ljust(_SPEC_AT, b"\0") + spec
@@ -104,7 +111,7 @@ class Header:
         """Read page 0; return None if it is not a complete, valid header."""
         if len(page) < PAGE_BYTES:
             return None
-        magic, version, length, size, *owner = _HEADER.unpack_from(page)
+        magic, version, length, size, pid = _HEADER.unpack_from(page)
         if length > _SPEC_BYTES:
             return None
         spec = page[_SPEC_AT : _SPEC_AT + length]
@@ -115,7 +122,7 @@ class Header:
             fields = json.loads(spec)
         except (ValueError, RecursionError):
             return None
-        return cls(magic, version, size, Holder(*owner), fields)
+        return cls(magic, version, size, pid, fields)
 
 
 class Segment:
@@ -125,20 +132,17 @@ class Segment:
         self.name = name
         self.header = header
         self.fd = fd
-        self._process = Holder.current()
+        self._locks: list[int] = []
         self._owner_pid = os.getpid() if owned else -1
-        flags = mmap.MAP_SHARED
-        if owned:
-            # Locked until this process exits: evidence that the owner is alive, even if
-            # the header is damaged. A scan for orphans locks it only briefly.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # Take the page faults now, not while serving.
-            flags |= mmap.MAP_POPULATE
+        # Take the page faults now, not while serving.
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owned else 0)
         self._map = mmap.mmap(fd, header.size_bytes, flags)
         # Hidden states encode user text: exclude them from core dumps.
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.buf: memoryview = memoryview(self._map)
         self.closed = False
+        if owned:
+            self._lock(_OWNER)
 
     @classmethod
     def create(
@@ -152,7 +156,7 @@ class Segment:
         """Create a segment with a random name, mode 0600, owned by this process.
 
         Args:
-            kind: Part of the name: ``vllm_tide_<kind>_<16 hex>``.
+            kind: Part of the name: ``vllm_tide2_<kind>_<16 hex>``.
             magic: Eight bytes.
             spec: JSON-able description for page 0.
 
@@ -161,7 +165,7 @@ class Segment:
         """
         name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
         size = DATA_AT + data_bytes
-        header = Header(magic, version, size, Holder.current(), spec)
+        header = Header(magic, LAYOUT | version, size, os.getpid(), spec)
         page = header.encode()  # raises before anything is created
         try:
             fd = _shm.shm_create("/" + name, size)
@@ -229,63 +233,45 @@ class Segment:
         """Store atomic number `index` of page 1 (release)."""
         _shm.store(self.buf, ATOMICS_AT + index * LINE_BYTES, value)
 
-    def owner_alive(self, heartbeat: int) -> bool:
-        """Return whether the creator is alive; `heartbeat` is an index of an atomic."""
-        alive = self.header.owner.alive()
-        if alive is None:
-            return self.intact() and heartbeat_is_fresh(self.load(heartbeat))
-        return alive
+    def owner_alive(self) -> bool:
+        """Return whether the creator is alive (one system call)."""
+        return self._locked(_OWNER)
 
     def claim(self, index: int, role: str) -> None:
-        """Acquire an exclusive role of the segment for this process.
+        """Acquire the role of the other side, until `close` or the end of the process.
 
-        A claim is three atomics from `index`: holder, pid namespace, heartbeat.
-
-        Raises:
-            TransportError: A live process, possibly this one, has the claim.
-        """
-        while True:
-            current = self.load(index)
-            if current and self.holder_alive(index):
-                raise TransportError(
-                    f"process {Holder.from_u64(current, 0).pid} is already the {role} "
-                    f"of {self.name}; stop it first"
-                )
-            at = ATOMICS_AT + index * LINE_BYTES
-            if _shm.compare_exchange(self.buf, at, current, self._process.as_u64):
-                break
-        self._store_heartbeat(index)
-
-    def renew_claim(self, index: int, role: str) -> None:
-        """Renew the heartbeat of a claim; acquire it again if it was damaged.
+        Args:
+            index: Atomic for the pid, which is for messages only.
 
         Raises:
-            TransportError: Another live process has the claim.
+            TransportError: A live process, possibly this one, has the role.
         """
-        if self.load(index) == self._process.as_u64:
-            self._store_heartbeat(index)
-        else:
-            self.claim(index, role)
+        try:
+            claimed = self._lock(_CLAIM)
+        except OSError as error:
+            raise TransportError(f"cannot lock {self.name}: {error}") from error
+        if not claimed:
+            raise TransportError(
+                f"process {self.load(index)} is already the {role} of {self.name}; "
+                "stop it first"
+            )
+        self.store(index, os.getpid())
 
-    def _store_heartbeat(self, index: int) -> None:
-        self.store(index + 1, self._process.namespace)
-        self.store(index + 2, time.monotonic_ns())
+    def claimed(self) -> bool:
+        """Return whether a live process has the role of the other side."""
+        return self._locked(_CLAIM)
 
-    def holder_alive(self, index: int) -> bool:
-        """Return whether a live process has the claim at `index`.
+    def _lock(self, byte: int) -> bool:
+        fd = locks.hold(f"{SHM_DIR}/{self.name}", byte)
+        if fd is not None:
+            self._locks.append(fd)
+        return fd is not None
 
-        The pid decides; where it cannot be checked, the heartbeat does.
-        """
-        holder = Holder.from_u64(self.load(index), self.load(index + 1))
-        alive = holder.alive()
-        if alive is None:
-            return heartbeat_is_fresh(self.load(index + 2))
-        return alive
-
-    def release(self, index: int) -> None:
-        """Release the claim at `index` if this process has it."""
-        at = ATOMICS_AT + index * LINE_BYTES
-        _shm.compare_exchange(self.buf, at, self._process.as_u64, 0)
+    def _locked(self, byte: int) -> bool:
+        # OSError: another thread closed the segment between the check and the call.
+        with contextlib.suppress(OSError):
+            return not self.closed and locks.is_locked(self.fd, byte)
+        return False
 
     def unlink(self) -> None:
         """Unlink the segment if this process created it. Idempotent, never raises.
@@ -308,6 +294,8 @@ class Segment:
             self._map.close()
         with contextlib.suppress(OSError):
             os.close(self.fd)
+        while self._locks:
+            locks.release(self._locks.pop())
         self.unlink()
 
 
@@ -321,10 +309,10 @@ def _checked_header(name: str, fd: int, magic: bytes, version: int) -> Header:
     header = Header.decode(os.pread(fd, PAGE_BYTES, 0))
     if header is None or header.magic != magic:
         raise TransportError(f"segment {name} has a damaged header: restart its engine")
-    if header.format_version != version:
+    if header.format_version != LAYOUT | version:
         raise TransportError(
             f"segment {name} has format {header.format_version}, this process supports "
-            f"{version}: run the same vllm_tide on both sides"
+            f"{LAYOUT | version}: run the same vllm_tide on both sides"
         )
     if not DATA_AT <= header.size_bytes <= status.st_size:
         raise TransportError(
@@ -360,8 +348,27 @@ def open_readonly(name: str) -> Iterator[tuple[int, Header | None]]:
         os.close(fd)
 
 
-def peek_atomics(name: str, magic: bytes) -> tuple[Header, bytes] | None:
-    """Return header and page of atomics of a segment, for monitoring tools.
+@dataclass(frozen=True)
+class Peek:
+    """Header and atomics of a segment, as copied by :func:`peek`.
+
+    Args:
+        owner_alive: Whether its creator is alive.
+        claimed: Whether a live process has the role of the other side.
+    """
+
+    header: Header
+    atomics: bytes
+    owner_alive: bool
+    claimed: bool
+
+    def load(self, index: int) -> int:
+        """Return atomic number `index` of page 1."""
+        return int.from_bytes(self.atomics[index * LINE_BYTES :][:8], "little")
+
+
+def peek(name: str, magic: bytes) -> Peek | None:
+    """Read a segment for monitoring; None if it is missing, damaged or another user's.
 
     The segment is neither claimed nor mapped: its memory is freed with its engine, and
     a truncated segment causes no SIGBUS here.
@@ -370,38 +377,22 @@ def peek_atomics(name: str, magic: bytes) -> tuple[Header, bytes] | None:
         page = os.pread(fd, PAGE_BYTES, ATOMICS_AT)
         if header is None or header.magic != magic or len(page) < PAGE_BYTES:
             return None
-        return (header, page) if header.size_bytes >= DATA_AT else None
+        if header.size_bytes < DATA_AT:
+            return None
+        owned, claimed = (locks.is_locked(fd, byte) for byte in (_OWNER, _CLAIM))
+        return Peek(header, page, owned, claimed)
     return None
-
-
-def atomic_of(page: bytes, index: int) -> int:
-    """Return atomic number `index` of a copy of page 1."""
-    return int.from_bytes(page[index * LINE_BYTES :][:8], "little")
 
 
 def is_orphaned(name: str) -> bool:
     """Return whether the owner of a segment of this user is dead.
 
-    The segment is not mapped. The file lock of the owner is checked first: a pid cannot
-    be checked from another pid namespace, and a header may be damaged. A segment with
-    no valid header is an orphan after a minute: a younger one may not be locked yet.
+    The segment is not mapped. One with no valid header is an orphan after a minute: a
+    younger one may not be locked yet.
     """
     with contextlib.suppress(OSError), open_readonly(name) as (fd, header):
-        if header is None:
-            old = time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
-            return old and not _locked(fd)
-        # A forked child may have inherited the lock of a dead parent.
-        return not _locked(fd) or header.owner.alive() is False
-    return False
-
-
-def _locked(fd: int) -> bool:
-    """Return whether the creator of a segment still has it locked."""
-    try:
-        # A shared lock: two concurrent checks do not mistake each other for the owner.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        old = time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
+        return not locks.is_locked(fd, _OWNER) and (header is not None or old)
     return False
 
 

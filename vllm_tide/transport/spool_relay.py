@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vllm_tide.config import SpoolConfig
+from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.process import steady_unix
-from vllm_tide.transport.purge import (
-    ANNOUNCE_S,
-    PurgeInbox,
-    PurgeRequest,
-    announce_relay,
-    retract_relay,
-)
 from vllm_tide.transport.record import tenant_of
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
@@ -41,6 +35,7 @@ from vllm_tide.transport.spool import (
 from vllm_tide.transport.spool_models import upload_models
 from vllm_tide.transport.spool_store import Store
 from vllm_tide.transport.spool_writer import SpoolWriter
+from vllm_tide.transport.tenant import purged_tenant
 from vllm_tide.transport.weights import WeightsRefused, WeightsWriter
 
 logger = logging.getLogger("vllm_tide.relay")
@@ -76,6 +71,7 @@ class Relay:
         except BaseException:
             self._reader.close()
             raise
+        self._admin = AdminSocket("relay", run_dir)
         try:
             spec, identity = self._reader.spec, identity_of(manifest)
             self._writer = SpoolWriter(self._folder, config)
@@ -84,9 +80,7 @@ class Relay:
         except BaseException:
             self.close()
             raise
-        self._purges = PurgeInbox(run_dir, "relay")
-        self._purged: Counter[str] = Counter()
-        self._next_announcement = 0.0
+        self._purged = 0
         self._state = EngineState()
         self._state_time = 0.0
         self._next_poll = 0.0
@@ -126,10 +120,9 @@ class Relay:
     def tick(self) -> int:
         """Run one iteration; return the number of records read from the ring.
 
-        Raise TransportError if another process has claimed ring or segment. Errors of
-        the spool are logged and retried.
+        Errors of the spool are logged and retried.
         """
-        self._heartbeat()
+        self._reader.heartbeat()
         taken = self._drain()
         now = time.monotonic()
         full = self._writer.due() and not self._writer.blocked
@@ -144,12 +137,7 @@ class Relay:
         """Detach from ring and weights segment. Idempotent."""
         self._reader.close()
         self._weights.close()
-        retract_relay(self._run_dir, self._folder.engine_id)
-
-    def _heartbeat(self) -> None:
-        """Renew the heartbeats; raise TransportError if a claim was lost."""
-        self._reader.heartbeat()
-        self._weights.heartbeat()
+        self._admin.close()
 
     def _drain(self) -> int:
         until = time.monotonic() + _DRAIN_LIMIT_S
@@ -168,8 +156,8 @@ class Relay:
                 break
         return taken
 
-    def _empty_ring(self, purge: PurgeRequest | None = None) -> bool:
-        """Drain the ring, drop purged records; return whether it is empty.
+    def _empty_ring(self, *purged: int | None) -> bool:
+        """Drain the ring, drop records of purged tenants; return whether it is empty.
 
         Memory is bounded by the ring and the records that an engine writes in 2 s.
         """
@@ -178,29 +166,27 @@ class Relay:
             body = self._reader.take()
             if body is None:
                 return True
-            if purge is not None and purge.tenant in (None, tenant_of(body)):
-                self._purged[purge.id] += 1
+            if None in purged or tenant_of(body) in purged:
+                self._purged += 1
             else:
                 self._writer.add(body)
         return False
 
     def _answer_purges(self) -> None:
+        self._admin.poll(self._execute)
+
+    def _execute(self, request: dict[str, Any]) -> Answer | None:
         """Purge the ring and the buffers; the operator's command purges the spool."""
-        now = time.monotonic()
-        if now >= self._next_announcement:
-            self._next_announcement = now + ANNOUNCE_S
-            announce_relay(self._run_dir, self._folder.engine_id)
-        for request in self._purges.pending():
-            self._purged[request.id] += self._writer.purge(request.tenant)
-            if not self._empty_ring(request):
-                continue  # retried in the next iteration
-            removed = self._purged.pop(request.id)
-            self._purges.done(request, {"records": removed})
-            logger.info(
-                "engine %s: a purge removed %d records",
-                self._folder.engine_id,
-                removed,
-            )
+        if request["do"] != "purge":
+            return {"ok": False, "error": "a relay executes the command purge only"}
+        tenant = purged_tenant(request)
+        self._purged += self._writer.purge(tenant)
+        if not self._empty_ring(tenant):
+            return None  # repeated in the next iteration
+        removed, self._purged = self._purged, 0
+        engine = self._folder.engine_id
+        logger.info("engine %s: a purge removed %d records", engine, removed)
+        return {"ok": True, "removed": {"records": removed}, "engines": [engine]}
 
     def _exchange(self) -> None:
         """Exchange shards, drafts and states with the storage."""
@@ -293,16 +279,6 @@ class Relay:
 
     def _finish(self) -> None:
         """Write the remaining records; they are lost if the spool fails."""
-        try:
-            self._heartbeat()
-        except TransportError as error:
-            # Another relay is writing to this engine's folder.
-            logger.warning(
-                "engine %s: %s; the buffered records of this relay are lost",
-                self._folder.engine_id,
-                error,
-            )
-            return
         self._storage_works(self._answer_purges, self._flush_all, self._write_end)
 
     def _flush_all(self) -> None:

@@ -12,8 +12,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm_tide.transport.rendezvous import (
     prepare_run_dir,
@@ -30,6 +33,7 @@ NO_TENANT = 0
 
 KEY_BYTES = 32
 _FILE = "tenants.key"
+_ID = re.compile(r"[0-9A-Fa-f]{1,16}")
 
 
 def tenant_id(name: str, key: bytes) -> int:
@@ -38,6 +42,27 @@ def tenant_id(name: str, key: bytes) -> int:
     text = name.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(text, digest_size=8, key=key, person=b"tide_tenant")
     return int.from_bytes(digest.digest(), "little") or 1
+
+
+def parse_id(text: object) -> int:
+    """Return the tenant id of a hexadecimal text.
+
+    Raises:
+        TransportError: It is not one of 64 bits.
+    """
+    if isinstance(text, str) and _ID.fullmatch(text):
+        return int(text, 16)
+    raise TransportError(f"{text!r} is not a hexadecimal id of 64 bits")
+
+
+def purged_tenant(request: Mapping[str, Any]) -> int | None:
+    """Return the tenant of a command to purge; None for all.
+
+    Raises:
+        TransportError: It has no valid one.
+    """
+    given = request.get("tenant", "")
+    return None if given is None else parse_id(given)
 
 
 def key_id(key: bytes) -> str:

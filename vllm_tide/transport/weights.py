@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,7 +19,6 @@ import numpy as np
 
 from vllm_tide import _shm
 from vllm_tide.transport import publication
-from vllm_tide.transport.process import heartbeat_is_fresh, pid_namespace
 from vllm_tide.transport.publication import (
     DraftBlob,
     Publication,
@@ -35,8 +33,7 @@ from vllm_tide.transport.shm import (
     PAGE_BYTES,
     Segment,
     TransportError,
-    atomic_of,
-    peek_atomics,
+    peek,
 )
 
 __all__ = [
@@ -59,10 +56,7 @@ BLOB_AT = 64  # of a slot
 class _Atomic(IntEnum):
     LATEST = 0
     SEQUENCE = 1  # of slot 0; slot 1 follows
-    WRITER = 3
-    WRITER_NAMESPACE = 4
-    WRITER_BEAT = 5
-    ENGINE_BEAT = 6
+    WRITER = 3  # its pid, for messages: a lock decides whether there is one
     FEEDBACK = 8  # 1.5 cache lines; the CRC detects torn reads
 
 
@@ -95,8 +89,7 @@ class WeightsPeek:
 
     Attributes:
         latest_version: Newest publication; 0 if there is none.
-        feedback: The engine's report, `engine_alive` by its heartbeat; None while it
-            is being written.
+        feedback: The engine's report; None while it is being written.
     """
 
     latest_version: int
@@ -146,7 +139,6 @@ class WeightsSegment:
         slot_bytes = max(-(-slot_bytes // PAGE_BYTES), 1) * PAGE_BYTES
         version = publication.FORMAT_VERSION
         segment = Segment.create("weights", MAGIC, version, {}, 2 * slot_bytes)
-        segment.store(_Atomic.WRITER_NAMESPACE, pid_namespace())
         weights = cls(segment)
         weights.report(0)
         return weights
@@ -225,13 +217,6 @@ class WeightsSegment:
             if self._segment.intact():
                 at = _FEEDBACK_AT
                 self._segment.buf[at : at + _FEEDBACK.size] = body + crc
-        self.heartbeat()
-
-    def heartbeat(self) -> None:
-        """Store the engine's heartbeat, for processes that cannot check its pid."""
-        with contextlib.suppress(ValueError):  # as in latest_version
-            if self._segment.intact():
-                self._segment.store(_Atomic.ENGINE_BEAT, time.monotonic_ns())
 
     def unlink(self) -> None:
         """Unlink the segment; see :meth:`Segment.unlink`."""
@@ -344,7 +329,6 @@ class WeightsWriter:
                 f"version {version} has {size} bytes, a slot has {self.max_bytes}: "
                 "enlarge the slots of the engine's weights segment"
             )
-        segment.renew_claim(_Atomic.WRITER, "trainer")
         slot = 1 if latest and self._version_in(0) == latest else 0
         start = DATA_AT + slot * self._slot_bytes
         sequence = ATOMICS_AT + (_Atomic.SEQUENCE + slot) * LINE_BYTES
@@ -367,24 +351,14 @@ class WeightsWriter:
         """
         self._require_intact()
         segment = self._segment
-        alive = segment.owner_alive(_Atomic.ENGINE_BEAT)
+        alive = segment.owner_alive()
         raw = bytes(segment.buf[_FEEDBACK_AT : _FEEDBACK_AT + _FEEDBACK.size])
         last = replace(self._feedback, engine_alive=alive)
         self._feedback = _parse_feedback(raw, alive) or last
         return self._feedback
 
-    def heartbeat(self) -> None:
-        """Renew the trainer's heartbeat.
-
-        Raises:
-            TransportError: Another trainer has claimed the segment.
-        """
-        if self._segment.intact():
-            self._segment.renew_claim(_Atomic.WRITER, "trainer")
-
     def close(self) -> None:
-        if self._segment.intact():
-            self._segment.release(_Atomic.WRITER)
+        """Release the claim and unmap. Idempotent."""
         self._segment.close()
 
     def _version_in(self, slot: int) -> int:
@@ -402,13 +376,12 @@ class WeightsWriter:
 
 def peek_weights(name: str) -> WeightsPeek | None:
     """Return the state of a segment; None if missing, damaged or of another user."""
-    peeked = peek_atomics(name, MAGIC)
-    if peeked is None:
+    segment = peek(name, MAGIC)
+    if segment is None:
         return None
-    page = peeked[1]
-    raw = page[_FEEDBACK_AT - ATOMICS_AT :][: _FEEDBACK.size]
-    alive = heartbeat_is_fresh(atomic_of(page, _Atomic.ENGINE_BEAT))
-    return WeightsPeek(atomic_of(page, _Atomic.LATEST), _parse_feedback(raw, alive))
+    raw = segment.atomics[_FEEDBACK_AT - ATOMICS_AT :][: _FEEDBACK.size]
+    feedback = _parse_feedback(raw, segment.owner_alive)
+    return WeightsPeek(segment.load(_Atomic.LATEST), feedback)
 
 
 def _parse_feedback(raw: bytes, alive: bool) -> WeightsFeedback | None:
