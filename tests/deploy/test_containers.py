@@ -333,7 +333,7 @@ def test_network_policies_cover_every_pod(
             assert rule["ports"]
 
 
-def test_two_hosts_share_only_the_spool() -> None:
+def test_two_hosts_share_only_the_spool_and_the_models() -> None:
     made = pods(TWO_HOSTS)
     rule = made["tide-train"]["affinity"]["podAntiAffinity"]
     (rule,) = rule["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -345,6 +345,8 @@ def test_two_hosts_share_only_the_spool() -> None:
         # A folder below the mount: the relay refuses one that is open to others.
         volume = volume_of(made[f"tide-{name}"], name, Path(str(url)).parent)
         assert volume["persistentVolumeClaim"]["claimName"] == "tide-spool"
+        models = volume_of(made[f"tide-{name}"], name, "/models")
+        assert models["persistentVolumeClaim"]["readOnly"]
     claim = next(doc for doc in TWO_HOSTS if doc["metadata"]["name"] == "tide-spool")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 

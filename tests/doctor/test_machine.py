@@ -13,7 +13,7 @@ from vllm_tide.config import MIB
 from vllm_tide.doctor import machine
 from vllm_tide.doctor.install import TorchBuild
 from vllm_tide.doctor.run import Status, Subject
-from vllm_tide.transport import spool_store
+from vllm_tide.transport import spool as transport_spool
 from vllm_tide.transport.shm import TransportError
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
@@ -152,7 +152,7 @@ def test_an_unresponsive_back_end_is_given_up(monkeypatch, tmp_path):
         time.sleep(0.05)
         raise TransportError("too late")
 
-    monkeypatch.setattr(spool_store, "open_store", hang)
+    monkeypatch.setattr(transport_spool, "Store", hang)
     monkeypatch.setattr(machine, "SPOOL_SECONDS", 0.001)
     status, sentence = spool(f"{tmp_path}")
     assert status is Status.FAILED

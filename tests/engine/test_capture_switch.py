@@ -18,8 +18,7 @@ from vllm_tide.cli.main import main
 from vllm_tide.metrics import TideProm
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import Collect
-from vllm_tide.transport.spool import ReaderState
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool import Store, TrainerState
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
         aux_layer_ids=(1, 2), teacher="hidden", teacher_topk=TOPK,
         feature_dtype="float32",
     )  # fmt: skip
-    store = open_store(str(tmp_path / "spool"))
+    store = Store(str(tmp_path / "spool"))
     relay = engine.relay(store)
 
     def tick():
@@ -130,8 +129,8 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
         relay.tick()
         relay._writer.flush()
 
-    state = ReaderState("i", unix=1.0, collect=False, paused=True)
-    engine.folder(store).write_reader("trainer", state)
+    state = TrainerState("i", unix=1.0, collect=Collect.NOTHING)
+    engine.folder(store).write_trainer(state)
     tick()
     step.capture.on_logits(step.logits)
     for _ in range(2):
@@ -140,9 +139,7 @@ def test_a_paused_trainer_gets_no_token_ids_through_a_spool(step, tmp_path):
     tick()
     assert step.ring.stats().written_records == 0
     assert engine.folder(store).read_state().last_shard == 0
-    assert list((tmp_path / "spool").rglob("*.safetensors")) == list(
-        (tmp_path / "spool" / "engines" / "e1" / "draft").rglob("*.safetensors")
-    ) + list((tmp_path / "spool" / "targets").rglob("*.safetensors"))
+    assert not list((tmp_path / "spool").rglob("*.safetensors"))
     assert step.capture.dropped == {"paused": 20}
     relay.close()
     engine.close()

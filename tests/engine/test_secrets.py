@@ -72,7 +72,18 @@ def test_a_relay_gets_credentials_from_its_environment_alone(tmp_path, monkeypat
     manifest = SimpleNamespace(engine_id="e1", tide={"spool": {"url": PLAIN}})
     monkeypatch.setattr(cli_relay, "_find", lambda *_, **__: manifest)
     urls = []
-    monkeypatch.setattr(cli_relay, "_connect", lambda _m, _d, url, _c: urls.append(url))
+    monkeypatch.setattr(cli_relay, "Store", lambda url: SimpleNamespace(url=url))
+
+    class Relay:
+        def __init__(self, _manifest, _run_dir, store, _config):
+            urls.append(store.url)
+
+        def stop(self): ...
+
+        def run(self):
+            return "stopped"
+
+    monkeypatch.setattr(cli_relay, "Relay", Relay)
     assert cli_relay.run(_all_bytes(tmp_path)) == 0
     assert cli_relay.run(_all_bytes(tmp_path, spool="/else")) == 0
     assert urls == [URL, "/else"]

@@ -1,4 +1,4 @@
-"""Content of a spool: shards, states, drafts and their manifests."""
+"""Content of a spool: shards, states and drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import struct
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -24,15 +23,12 @@ from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
     EngineFolder,
     EngineState,
-    ReaderState,
-    instance_gone,
+    Store,
+    TrainerState,
+    draft_version,
 )
-from vllm_tide.transport.spool_shard import (
-    ShardBuilder,
-    SpoolReader,
-)
-from vllm_tide.transport.spool_store import LocalStore
-from vllm_tide.transport.spool_writer import manifest_name
+from vllm_tide.transport.spool_models import find_models
+from vllm_tide.transport.spool_shard import ShardReader, build_shard, purge_shards
 
 MANIFEST = {
     "engine_id": "e1", "pid": 1, "ring": "vllm_tide2_ring_0",
@@ -44,8 +40,9 @@ MANIFEST = {
     "shared": ["lm_head.weight"],
 }  # fmt: skip
 ENGINE = {
-    "format": 2, "manifest": MANIFEST, "spec": FIELDS,
+    "format": 3, "manifest": MANIFEST, "spec": FIELDS,
     "identity": {"target": "abc", "draft": "def"},
+    "draft_files": {"x": "0" * 64},
 }  # fmt: skip
 
 
@@ -54,21 +51,15 @@ def folder() -> tuple[EngineFolder, Path]:
     """Return an engine's folder of a spool; its directory is deleted with it."""
     made = tempfile.TemporaryDirectory(prefix="vllm_tide_fuzz_")
     root = Path(made.name)
-    engine_folder = EngineFolder(LocalStore(root), "e1")
+    engine_folder = EngineFolder(Store(str(root)), "e1")
     engine_folder.keep_alive = made  # type: ignore[attr-defined]
-    for name in ("records", "readers", "heads", "draft"):
+    for name in ("records", "drafts", "initial"):
         (root / "engines/e1" / name).mkdir(parents=True)
     return engine_folder, root / "engines/e1"
 
 
-def built() -> tuple[dict[str, Any], bytes]:
-    builder = ShardBuilder()
-    for seed in range(4):
-        builder.add(body_of(make_record(SPEC, seed, num_rows=seed)))
-    return builder.build(1, 12.0)
-
-
-SHARD = built()
+BODIES_OF_SHARD = [body_of(make_record(SPEC, n, num_rows=n)) for n in range(4)]
+SHARD, FILE = build_shard(BODIES_OF_SHARD, 1, 12.0)
 
 
 @st.composite
@@ -92,85 +83,56 @@ def shard_bodies(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def shards(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Return a manifest (JSON) and a body, often with matching sizes and checksum."""
-    manifest, body = SHARD
-    body = draw(st.one_of(damaged([body]), shard_bodies()))
-    if draw(st.integers(0, 3)):
-        count = manifest["records"]
-        if len(body) >= 8:
-            count = draw(st.sampled_from((count, draw(st.integers(0, 5)))))
-        crc = _shm.crc32c(body)
-        manifest = {**manifest, "bytes": len(body), "crc32c": crc, "records": count}
-    if draw(st.integers(0, 2)):
-        return json.dumps(manifest).encode(), body
-    return draw(damaged_json([manifest])), body
+def shards(draw: st.DrawFn) -> tuple[str, bytes]:
+    """Return a file name, often with a matching checksum, and the file."""
+    file = draw(st.one_of(damaged([FILE]), shard_bodies()))
+    crc = _shm.crc32c(file) if draw(st.integers(0, 3)) else 0
+    return f"000000000001-12-{crc:08x}.safetensors", file
 
 
-def read_shards(given: tuple[bytes, bytes, bytes]) -> None:
+def read_shards(given: tuple[str, bytes]) -> None:
     where, path = folder()
-    state_text, text, body = given
-    (path / "state.json").write_bytes(state_text)
-    (path / manifest_name(1)).write_bytes(text)
-    (path / "records/000000000001-12.safetensors").write_bytes(body)
-    state = where.read_state()
-    if state is None:
-        return
-    reader = SpoolReader(where, SPEC)
-    for _ in range(5):
-        reader.fetch(state)
+    (path / "records" / given[0]).write_bytes(given[1])
+    reader = ShardReader(where, SPEC)
+    for _ in range(3):
+        reader.fetch(1)
+    assert reader.next_shard == 2
+    removed = purge_shards([where], 7)
+    assert removed + purge_shards([where], None) == 1
 
 
 def read_states(given: tuple[bytes, bytes, bytes]) -> None:
     where, path = folder()
-    for name, text in zip(
-        ("engine.json", "state.json", "readers/r.json"), given, strict=True
-    ):
+    names = ("engine.json", "state.json", "trainer.json")
+    for name, text in zip(names, given, strict=True):
         (path / name).write_bytes(text)
     where.read_state()
-    for reader in where.read_readers().values():
-        instance_gone(reader.instance)
+    trainer = where.read_trainer()
+    if trainer is not None:
+        struct.pack("<Q", draft_version(trainer.draft, 7))
     entry = where.read_engine()
     if entry is not None:
-        json.dumps(asdict(entry.manifest))
+        json.dumps(asdict(entry))
+        find_models(where, entry, str(path), path / "cache")
 
 
-@st.composite
-def drafts(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Return entry and body of draft 7."""
-    blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
-    body = draw(damaged([blob.data]))
-    digest = draw(st.sampled_from((blob.sha256, hashlib.sha256(body).digest())))
-    entry = {"version": 7, "bytes": len(body), "sha256": digest.hex()}
-    whole = st.just(json.dumps(entry).encode())
-    return draw(st.one_of(whole, whole, json_or_bytes(entry))), body
-
-
-def read_drafts(given: tuple[bytes, bytes]) -> None:
+def read_drafts(body: bytes) -> None:
     where, path = folder()
-    for name, data in zip(("latest.json", f"{7:012d}.safetensors"), given, strict=True):
-        (path / "heads" / name).write_bytes(data)
-    struct.pack("<Q", where.latest_draft())
-    engine_folder = publication.decode(where.read_draft())
-    publication.encode(engine_folder.tensors, 7, 6, {})
+    name = f"{7:019d}-{hashlib.sha256(body).hexdigest()}.safetensors"
+    (path / "drafts" / name).write_bytes(body)
+    draft = publication.decode(where.read_draft(name))
+    publication.encode(draft.tensors, 7, 6, {})
 
 
 def parsers() -> list[Parser]:
     """Return the parsers of the spool."""
-    state = json_or_bytes(asdict(EngineState(last_shard=1, first_shard=1)))
-    still = st.just(json.dumps(asdict(EngineState(last_shard=1))).encode())
-    renamed = st.sampled_from(
-        ("²²²²²²²²²²²²-1.safetensors", "000000000001-\0.safetensors", "\ud800")
-    ).map(lambda name: json.dumps({**SHARD[0], "file": name}).encode())
-    reader = json_or_bytes(asdict(ReaderState(instance="a:1:2:3")))
-    shard = shards().flatmap(
-        lambda pair: st.tuples(st.one_of(still, state), *map(st.just, pair))
-    )
-    shard |= st.tuples(still, renamed, st.just(SHARD[1]))
-    states = st.tuples(json_or_bytes(ENGINE), state, reader)
+    state = json_or_bytes(asdict(EngineState(last_shard=1)))
+    trainer = json_or_bytes(asdict(TrainerState("a:1:2", draft="x")))
+    states = st.tuples(json_or_bytes(ENGINE), state, trainer)
+    blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
     refused = (TransportError,)
     return [
-        Parser("spool_reader", shard, read_shards, refused),
-        Parser("spool_words", states, read_states, refused),
-        Parser("spool_drafts", drafts(), read_drafts, refused),
+        Parser("spool_reader", shards(), read_shards, refused),
+        Parser("spool_states", states, read_states, refused),
+        Parser("spool_drafts", damaged([blob.data]), read_drafts, refused),
     ]

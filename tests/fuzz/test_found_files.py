@@ -1,6 +1,5 @@
 """Defects that fuzzing found in the readers of files, one test each."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from tests.fuzz import spool
-from tests.fuzz.memory import SPEC
 from tests.train.toys import ToyTarget
 from vllm_tide.deploy.store import DraftRefused, DraftStore, read_draft
 from vllm_tide.draft import DraftError
@@ -21,82 +19,11 @@ from vllm_tide.transport.identity import (
     target_fingerprint,
 )
 from vllm_tide.transport.rendezvous import (
-    EngineManifest,
     inspect_manifests,
 )
-from vllm_tide.transport.spool import (
-    DRAFTS,
-    EngineEntry,
-    EngineFolder,
-    EngineState,
-    parse_json,
-)
-from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_shard import (
-    SpoolReader,
-    manifest_name,
-    shard_number,
-)
-from vllm_tide.transport.spool_store import FsspecStore, LocalStore
 
 DEEP = "[" * 100_000
 HUGE = "9" * 400  # a whole number that no float represents
-
-
-@pytest.fixture
-def engine(tmp_path):
-    """Return an engine's folder of a spool, and its path."""
-    engine_folder = EngineFolder(LocalStore(tmp_path / "spool"), "e1")
-    where = tmp_path / "spool/engines/e1"
-    for name in ("records", "heads", "draft"):
-        (where / name).mkdir(parents=True)
-    return engine_folder, where
-
-
-@pytest.mark.parametrize(
-    "name", ["²" * 12 + "-1.safetensors", f"{1:012d}-\0.safetensors", "\ud800" * 14]
-)
-def test_a_manifest_without_a_file_is_skipped(engine, name):
-    folder, where = engine
-    assert shard_number(name) == 0
-    manifest = {**spool.SHARD[0], "file": name}
-    (where / manifest_name(1)).write_text(json.dumps(manifest))
-    reader = SpoolReader(folder, SPEC)
-    state = EngineState(last_shard=1)
-    assert [reader.fetch(state) for _ in range(4)] == [None] * 4
-    assert reader.skipped["removed"] == 1
-
-
-def test_reads_are_bounded_by_the_requested_size(engine):
-    folder, where = engine
-    (where / "x").write_bytes(b"12345")
-    for store in (folder.store, FsspecStore(f"file://{where.parent.parent}")):
-        assert store.read("engines/e1/x", 3) == b"123"
-        assert store.read("engines/e1/x", 10**15) == b"12345"
-        assert store.read("engines/e1/y", 3) is None
-
-
-def test_a_shard_longer_than_its_manifest_is_damaged_and_not_read_whole(engine):
-    folder, where = engine
-    manifest, body = spool.SHARD
-    (where / manifest_name(1)).write_text(json.dumps(manifest))
-    with open(where / "records" / manifest["file"], "wb") as file:
-        file.write(body)
-        file.truncate(1 << 36)  # a hole, not 64 GiB
-    reader = SpoolReader(folder, SPEC)
-    assert [reader.fetch(EngineState(last_shard=1)) for _ in range(3)] == [None] * 3
-    assert reader.skipped["damaged"] == 1
-
-
-def test_a_state_of_other_types_or_of_absurd_size_is_invalid(engine):
-    folder, where = engine
-    for text in ('{"last_shard": 1.5}', '{"unix": "now"}', '{"running": 3}', "3"):
-        (where / "state.json").write_text(text)
-        assert folder.read_state() is None
-    with open(where / "state.json", "wb") as file:
-        file.truncate(1 << 36)
-    assert folder.read_state() is None
-    assert parse_json(DEEP.encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -118,29 +45,6 @@ def test_tensors_with_an_invalid_description_are_refused(tmp_path, header):
     (tmp_path / "config.json").write_text(DEEP)
     with pytest.raises(TransportError, match="not valid JSON"):
         target_fingerprint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../state.json", "..", "a\0b", "/etc/x"])
-def test_a_list_of_model_files_names_none_outside(engine, tmp_path, name):
-    folder, where = engine
-    (where / "state.json").write_bytes(b"kept")
-    rows = hashlib.sha256(b"{}").hexdigest()  # a target of no files
-    targets = tmp_path / "spool/targets" / rows
-    targets.mkdir(parents=True)
-    (targets / "files.json").write_text("{}")
-    listed = {name: hashlib.sha256(b"kept").hexdigest()}
-    (where / "draft/files.json").write_text(json.dumps(listed))
-    manifest, identity = EngineManifest(**spool.MANIFEST), {"target": "a", "rows": rows}
-    entry = EngineEntry(manifest, SPEC, identity)
-    with pytest.raises(TransportError, match="is damaged"):
-        local_models(folder, entry, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("version", [2**63, True, -1])
-def test_a_draft_without_a_version_is_invalid(engine, version):
-    folder, where = engine
-    (where / DRAFTS / "latest.json").write_text(json.dumps({"version": version}))
-    assert folder.latest_draft() == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.fuzz.attempt import attempt
 
 PARSERS = {
     "memory": ("record", "ring", "weights", "publication"),
-    "spool": ("spool_reader", "spool_words", "spool_drafts"),
+    "spool": ("spool_reader", "spool_states", "spool_drafts"),
     "files": ("rendezvous",),
     "orders": ("admin_server", "admin_client"),
 }

@@ -1,8 +1,7 @@
-"""Protocols of the spool: shards, bounds, purges, drafts, readers, the relay."""
+"""Protocols of the spool: shards, bounds, purges, drafts, trainers, the relay."""
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -17,20 +16,27 @@ from tests.transport.spool_toys import (
     CONFIG,
     SPEC,
     ToyEngine,
+    enforce,
+    feed_of,
     head_tensors,
     seeds_in,
     settle,
     write_shards,
     writer_of,
 )
-from vllm_tide.config import SpoolConfig
-from vllm_tide.transport import publication, spool_writer
-from vllm_tide.transport.feed_spool import SpoolFeed
-from vllm_tide.transport.rendezvous import reclaim_orphans
+from vllm_tide.transport import feed_spool, publication
+from vllm_tide.transport.rendezvous import ABANDONED_S, reclaim_orphans
 from vllm_tide.transport.shm import TransportError
-from vllm_tide.transport.spool import EngineEntry, EngineFolder, EngineState
-from vllm_tide.transport.spool_store import open_store
-from vllm_tide.transport.spool_writer import Bounds, purge_records
+from vllm_tide.transport.spool import (
+    EngineEntry,
+    EngineFolder,
+    EngineState,
+    HeartbeatMonitor,
+    Store,
+    TrainerState,
+    engine_folders,
+)
+from vllm_tide.transport.spool_shard import ShardReader, purge_shards
 
 OURS, THEIRS = 7, 8
 
@@ -39,20 +45,22 @@ class Spool(Protocol):
     """A protocol of the engine e1's part of a spool."""
 
     def begin(self) -> None:
-        open_store(str(self.folder / "spool"))
+        Store(str(self.folder / "spool"))
 
     @property
-    def store(self):
-        return open_store(str(self.folder / "spool"))
+    def store(self) -> Store:
+        return Store(str(self.folder / "spool"))
 
     @property
     def engine(self) -> EngineFolder:
         return EngineFolder(self.store, "e1")
 
+    def purge(self, tenant: int | None = None) -> None:
+        purge_shards(engine_folders(self.store), tenant)
+
     def tidy(self) -> None:
-        """Another process lists the folders."""
-        for part in ("records", "heads", "readers", "draft", ""):
-            self.store.sizes(self.engine.path(part))
+        """A relay enforces the bounds."""
+        self.engine.remove_unfinished(ABANDONED_S)
 
 
 class Shards(Spool):
@@ -78,9 +86,8 @@ class Shards(Spool):
             self._number = 4
             writer.add(body_of(make_record(SPEC, 4)))
         writer.flush()
-        state = EngineState(first_shard=writer.first, last_shard=writer.last)
-        self.engine.write_state(state)
-        writer.enforce_bounds(now=True)
+        self.engine.write_state(EngineState(last_shard=writer.last))
+        enforce(self.store)
         return True
 
     def check(self, done: bool) -> None:
@@ -98,8 +105,7 @@ class PurgedRemains(Shards):
     """After a relay stopped anywhere, a purge of everything leaves no byte of it."""
 
     def check(self, done: bool) -> None:
-        with suppress(TransportError):
-            purge_records(self.store, before_unix=math.inf, grace_s=0.0)
+        self.purge()
         left = list((self.folder / "spool" / "engines" / "e1" / "records").iterdir())
         assert not left, f"purged, and there is {left}"
 
@@ -109,55 +115,43 @@ class OldShards(Spool):
 
     def begin(self) -> None:
         write_shards(self.store, [[0], [1], [2], [3]])
-        sizes = self.store.sizes("engines/e1/records")
-        self._size = max(sizes.values())
+        self._size = max(self.engine.shards().values())
 
     def act(self) -> bool:
-        config = SpoolConfig(max_gib=self._size * 2.5 / 2**30)
-        return Bounds(self.store, config).enforce("e1") == 3
+        enforce(self.store, max_gib=self._size * 2.5 / 2**30)
+        return len(self.engine.shards()) == 2
 
     def check(self, done: bool) -> None:
         stored = seeds_in(self.store)
         assert all(stored[number] == [number - 1] for number in stored)
         assert {3, 4} <= set(stored)
-        names = os.listdir(self.folder / "spool/engines/e1/records")
-        assert not done or len(names) == 4
+        assert not done or len(stored) == 2
 
 
 class DeadEngine(Spool):
     """The folder of an engine without a heartbeat for the maximum age is removed."""
 
     def begin(self) -> None:
-        write_shards(self.store, [[0], [1]])
+        write_shards(self.store, [[1], [2]])
         write_shards(self.store, [[5]], engine="e2")
-        manifest = ToyEngine(self.folder / "toy")
-        self.engine.write_engine(EngineEntry(manifest.manifest, SPEC, {"a": "b"}))
-        manifest.close()
+        toy = ToyEngine(self.folder / "toy")
+        self.engine.write_engine(EngineEntry(toy.manifest, SPEC, {"a": "b"}))
+        toy.close()
+        self.engine.write_draft(publication.encode(head_tensors(1.0), 1, 0, {}))
         self.engine.write_state(EngineState(unix=1.0, last_shard=2))
 
     def act(self) -> bool:
-        bounds = Bounds(self.store, replace_age(60.0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spool_writer, "HeartbeatMonitor", Stale)
-            bounds.enforce("e2")
+            patch.setattr(HeartbeatMonitor, "fresh", False)
+            enforce(self.store, "e2", max_age_s=60.0)
         return not list((self.folder / "spool/engines").glob("e1/*"))
 
     def check(self, done: bool) -> None:
-        assert list(self.store.sizes("engines/e2/records"))
+        assert EngineFolder(self.store, "e2").shards()
         assert not done or not list((self.folder / "spool/engines").glob("e1/*"))
 
     def tidy(self) -> None:
         self.act()
-
-
-class Stale(spool_writer.HeartbeatMonitor):
-    """Simulate a heartbeat that has not changed for ever."""
-
-    fresh = False  # type: ignore[assignment]
-
-
-def replace_age(seconds: float) -> SpoolConfig:
-    return SpoolConfig(max_age_s=seconds)
 
 
 def of_tenant(seed: int, tenant: int) -> np.ndarray:
@@ -172,10 +166,9 @@ class TenantPurge(Spool):
         for seed, tenant in enumerate((THEIRS, OURS, THEIRS, OURS)):
             writer.add(of_tenant(seed, tenant))
             writer.flush()
-        self.engine.write_state(EngineState(last_shard=4))
 
     def act(self) -> bool:
-        purge_records(self.store, tenant=OURS, grace_s=0.0)
+        self.purge(OURS)
         return True
 
     def check(self, done: bool) -> None:
@@ -184,12 +177,11 @@ class TenantPurge(Spool):
         assert stored.items() <= {2: [1], 4: [3]}.items()
         if done:
             assert not stored
-            names = os.listdir(self.folder / "spool/engines/e1/records")
-            assert len(names) == 4
+            assert len(os.listdir(self.folder / "spool/engines/e1/records")) == 2
 
 
 class PurgedRelay(Spool):
-    """A relay forgets a tenant's records, also of a half-written shard."""
+    """A relay forgets a tenant's records, also of a shard that it could not store."""
 
     def begin(self) -> None:
         write_shards(self.store, [[0]])
@@ -207,7 +199,7 @@ class PurgedRelay(Spool):
 
     def _purge(self) -> bool:
         self._writer.purge(OURS)
-        purge_records(self.store, tenant=OURS, grace_s=0.0)
+        self.purge(OURS)
         while self._writer.blocked or self._writer.due():
             self._writer.flush()
         return True
@@ -219,35 +211,7 @@ class PurgedRelay(Spool):
         assert not done or [1, 2] not in stored.values()
 
 
-class Draft(Spool):
-    """A trainer stores a draft, which its engine's relay reads."""
-
-    def begin(self) -> None:
-        for version in range(1, 4):
-            self.engine.write_draft(self._blob(version))
-
-    def _blob(self, version: int) -> publication.DraftBlob:
-        return publication.encode(head_tensors(float(version)), version, 0, {})
-
-    def act(self) -> bool:
-        self._next = self._blob(self.engine.latest_draft() + 1)
-        return self.again()
-
-    def again(self) -> bool:
-        """The same draft is sent again."""
-        if not hasattr(self, "_next"):
-            return self.act()
-        self.engine.write_draft(self._next)
-        return True
-
-    def check(self, done: bool) -> None:
-        blob = self.engine.read_draft()
-        blob.verify()
-        assert_whole(publication.decode(blob))
-        assert blob.version >= (4 if done else 3)
-
-
-class Reader(Spool):
+class Trainer(Spool):
     """A trainer reads an engine's shards, sends a draft, and the next one continues."""
 
     def begin(self) -> None:
@@ -258,20 +222,24 @@ class Reader(Spool):
         self.engine.write_state(EngineState(unix=1.0, last_shard=2))
 
     def act(self) -> bool:
-        self._feed = SpoolFeed(self.store, "e1", threaded=False)
-        self._version = self._feed.latest_version + 1
-        return self.again()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed_spool, "TAKEOVER_S", 0.0)
+            self._feed = feed_of(self.store)
+            return self.again()
 
     def again(self) -> bool:
         if not hasattr(self, "_feed"):
             return self.act()
         feed = self._feed
-        for _ in range(4):  # three reads of a shard that cannot be read
-            feed.heartbeat()
+        feed.heartbeat()
+        if not feed.ready:
+            return False
+        feed.heartbeat()
         for record in feed.read(3):
             want = make_record(SPEC, record.draft_version)
             assert identity(record) == identity(want)
-        if feed.latest_version < self._version:
+        if not hasattr(self, "_version"):
+            self._version = feed.latest_version + 1
             tensors = head_tensors(float(self._version))
             feed.publish(tensors, version=self._version, parent_version=0, meta={})
         feed.heartbeat()
@@ -280,13 +248,13 @@ class Reader(Spool):
         return feed._pending is None and not feed._failing
 
     def check(self, done: bool) -> None:
-        reader = self.engine.read_reader("trainer")
-        assert reader is None or reader.shard in (1, 2, 3)
-        if self.engine.latest_draft():
-            blob = self.engine.read_draft()
+        trainer = self.engine.read_trainer() or TrainerState()
+        assert trainer.shard in (1, 2, 3)
+        if trainer.draft:
+            blob = self.engine.read_draft(trainer.draft)
             blob.verify()
             assert_whole(publication.decode(blob))
-        assert not done or self.engine.latest_draft() >= 1
+        assert not done or (trainer.draft and not trainer.running)
 
 
 class Relayed(Spool):
@@ -296,8 +264,9 @@ class Relayed(Spool):
         super().begin()
         self._engine = ToyEngine(self.folder)
         self._engine.serve(range(4))
-        tensors = head_tensors(1.0)
-        self.engine.write_draft(publication.encode(tensors, 1, 0, {}))
+        blob = publication.encode(head_tensors(1.0), 1, 0, {})
+        draft = self.engine.write_draft(blob)
+        self.engine.write_trainer(TrainerState("i", unix=1.0, draft=draft))
 
     def act(self) -> bool:
         relay = self._engine.relay(self.store, CONFIG)
@@ -306,20 +275,24 @@ class Relayed(Spool):
         finally:
             relay._finish()
             relay.close()
-        state = self.engine.read_state()
-        return state is not None and not state.running
+        state, entry = self.engine.read_state(), self.engine.read_engine()
+        return entry is not None and state is not None and not state.running
 
     def check(self, done: bool) -> None:
-        stored = seeds_in(self.store)
-        seeds = [seed for number in sorted(stored) for seed in stored[number]]
-        assert seeds == sorted(set(seeds))
-        assert set(seeds) <= set(range(4))
+        reader, seeds = ShardReader(self.engine, SPEC), []
+        while (shard := reader.fetch(99)) is not None:
+            seeds += [record.draft_version for record in shard[1]]
+        assert not reader.skipped["damaged"]
+        assert seeds == sorted(set(seeds)) and set(seeds) <= set(range(4))
         with suppress(publication.WeightsRefused):
             assert_whole(self._engine.weights.read())
         assert not done or self._engine.weights.latest_version() == 1
+        entry = self.engine.read_engine()
+        for digest in entry.draft_files.values() if entry else ():
+            assert self.store.read(self.engine.path("initial", digest), 1 << 20)
 
     def tidy(self) -> None:
-        """Another relay and another engine start, a process lists the folders."""
+        """Another relay and another engine start."""
         self.act()
         reclaim_orphans(self._engine.run_dir)
         super().tidy()
@@ -330,5 +303,5 @@ class Relayed(Spool):
 
 PROTOCOLS: list[type[Protocol]] = [
     *(Shards, PurgedRemains, OldShards, DeadEngine, TenantPurge, PurgedRelay),
-    *(Draft, Reader, Relayed),
+    *(Trainer, Relayed),
 ]

@@ -14,15 +14,14 @@ from dataclasses import replace
 import pytest
 
 from tests.transport.samples import make_record, write_record
-from tests.transport.spool_toys import SPEC, ToyEngine, failing, writer_of
+from tests.transport.spool_toys import SPEC, ToyEngine, failing, settle, writer_of
 from vllm_tide.cli import EXIT_ERROR, EXIT_NO, purge
 from vllm_tide.cli import trainer as command
 from vllm_tide.transport import RingReader
 from vllm_tide.transport.admin import AdminSocket
 from vllm_tide.transport.rendezvous import durable_folder
-from vllm_tide.transport.shm import TransportError
-from vllm_tide.transport.spool import EngineFolder
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool import EngineFolder, Store
+from vllm_tide.transport.spool_shard import ShardReader
 from vllm_tide.transport.tenant import key_id, tenant_id, tenant_key
 
 
@@ -91,7 +90,7 @@ def engine(tmp_path):
 
 @pytest.fixture
 def store(tmp_path):
-    return open_store(str(tmp_path / "spool"))
+    return Store(str(tmp_path / "spool"))
 
 
 def serve(engine, *tenants):
@@ -101,10 +100,11 @@ def serve(engine, *tenants):
 
 
 def tenants_in(store):
-    """Return tenants of the shards of a spool, by their manifests."""
-    folder = EngineFolder(store, "e1")
-    names = [n for n in store.sizes(folder.path("records")) if n.endswith(".json")]
-    return {t for n in names for t in folder.read_json(f"records/{n}")["tenants"]}
+    """Return the tenants of the records of a spool."""
+    reader, tenants = ShardReader(EngineFolder(store, "e1"), SPEC), set()
+    while (shard := reader.fetch(99)) is not None:
+        tenants |= {record.tenant for record in shard[1]}
+    return tenants
 
 
 def test_the_command_waits_for_the_trainers(tmp_path, capsys):
@@ -173,12 +173,11 @@ def test_the_command_waits_for_the_relay_and_no_record_follows(
 ):
     serve(engine, 7, 255)
     relay, announced = engine.relay(store), threading.Event()
-    relay.tick()
     with monkeypatch.context() as full:
-        full.setattr(store, "write", failing(store, "write", ".json"))
-        with pytest.raises(TransportError):
-            relay._writer.flush()
+        full.setattr(store, "write", failing(store, "write", "records"))
+        settle(relay)
     assert relay._writer.blocked
+    relay._next_poll = 0.0
     serve(engine, 8, 255)  # in the ring
 
     def relaying():
@@ -193,7 +192,7 @@ def test_the_command_waits_for_the_relay_and_no_record_follows(
         relay.stop()
         thread.join()
     out = capsys.readouterr().out
-    assert f"relay {os.getpid()}: removed 2 records" in out
+    assert f"relay {os.getpid()}: removed 2 records, 0 shards" in out
     assert "vllm-tide purge --tenant-id 00000000000000ff" in out
     assert tenants_in(store) == {7, 8}
     assert "spool: removed 0 shards" in out  # the relay had written nothing of it

@@ -4,7 +4,7 @@ import pytest
 
 from tests.transport.spool_toys import ToyEngine, small_shards
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool import Store
 
 __all__ = ["small_shards"]
 
@@ -45,13 +45,13 @@ def weights_pair():
 
 @pytest.fixture
 def disk(tmp_path):
-    return open_store(str(tmp_path / "spool"))
+    return Store(str(tmp_path / "spool"))
 
 
 @pytest.fixture(params=["directory", "memory"])
 def store(request, disk):
     memory = f"memory://{uuid.uuid4().hex}"
-    return disk if request.param == "directory" else open_store(memory)
+    return disk if request.param == "directory" else Store(memory)
 
 
 @pytest.fixture

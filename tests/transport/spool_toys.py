@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from tests.transport.samples import (
     write_record,
 )
 from vllm_tide.config import SpoolConfig
-from vllm_tide.transport import RingWriter, WeightsSegment, spool_writer
+from vllm_tide.transport import RingWriter, WeightsSegment, spool_shard
+from vllm_tide.transport.feed_spool import SpoolFeed
 from vllm_tide.transport.identity import identity_of
 from vllm_tide.transport.rendezvous import write_manifest
-from vllm_tide.transport.spool import EngineFolder, EngineState
+from vllm_tide.transport.spool import EngineFolder, StoreError
+from vllm_tide.transport.spool_models import find_models
 from vllm_tide.transport.spool_relay import Relay
-from vllm_tide.transport.spool_shard import SpoolReader
-from vllm_tide.transport.spool_store import StoreError
-from vllm_tide.transport.spool_writer import SpoolWriter
+from vllm_tide.transport.spool_shard import Bounds, ShardReader, ShardWriter
 
 CONFIG = SpoolConfig()
 ROWS = 20
@@ -32,8 +33,8 @@ ROWS = 20
 def small_shards():
     """Close shards at 1 MiB or after 10 ms; for a `conftest.py`."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(spool_writer, "SHARD_MIB", 1)
-        patched.setattr(spool_writer, "SHARD_SECONDS", 0.01)
+        patched.setattr(spool_shard, "SHARD_BYTES", 1 << 20)
+        patched.setattr(spool_shard, "SHARD_SECONDS", 0.01)
         yield
 
 
@@ -121,40 +122,57 @@ def head_tensors(value):
     return {"fc.weight": ("float32", (4, 4), np.full((4, 4), value, np.float32))}
 
 
-def writer_of(store, records=(), engine="e1", config=CONFIG):
+def feed_of(store, engine="e1", model=None, threaded=False):
+    """Return the feed of a trainer that reads and publishes now."""
+    folder = EngineFolder(store, engine)
+    entry = folder.read_engine()
+    models = partial(find_models, folder, entry, model, None)
+    feed = SpoolFeed(folder, entry, models, threaded=threaded)
+    if not threaded:
+        feed.poll()
+    return feed
+
+
+def writer_of(store, records=(), engine="e1"):
     """Return a writer that holds records, or those of seeds."""
-    writer = SpoolWriter(EngineFolder(store, engine), config)
+    writer = ShardWriter(EngineFolder(store, engine))
+    writer.resume()
     for record in records:
         record = make_record(SPEC, record) if isinstance(record, int) else record
         writer.add(body_of(record))
     return writer
 
 
-def write_shards(store, shards, engine="e1", config=CONFIG):
+def write_shards(store, shards, engine="e1"):
     """Write one shard per list of seeds."""
-    writer = writer_of(store, (), engine, config)
+    writer = writer_of(store, (), engine)
     for seeds in shards:
         for seed in seeds:
             writer.add(body_of(make_record(SPEC, seed)))
-        assert writer.flush() == writer.last
+        assert writer.flush()
     return writer
 
 
-def read_all(store, engine="e1", first=1, last=99, attempts=200):
+def enforce(store, engine="e1", times=1, **changes):
+    """Enforce the bounds as the relay of an engine."""
+    config = CONFIG.model_copy(update=changes)
+    bounds = Bounds(EngineFolder(store, engine), config)
+    for _ in range(times):
+        bounds.enforce()
+
+
+def read_all(store, engine="e1", last=99):
     """Return the seeds of the records of each readable shard, and the reader."""
-    reader = SpoolReader(EngineFolder(store, engine), SPEC)
-    state = EngineState(first_shard=first, last_shard=last)
+    reader = ShardReader(EngineFolder(store, engine), SPEC)
     records = {}
-    for _ in range(attempts):
-        shard = reader.fetch(state)
-        if shard is not None:
-            records[shard.number] = [r.draft_version for r in shard.records]
+    while (shard := reader.fetch(last)) is not None:
+        records[shard[0]] = [record.draft_version for record in shard[1]]
     return records, reader
 
 
 def seeds_in(store):
     """Return the seeds of the records of each shard of the engine e1."""
-    return read_all(store, last=9, attempts=50)[0]
+    return read_all(store)[0]
 
 
 def failing(store, method, part, error=None, after=False):
@@ -175,10 +193,4 @@ def failing(store, method, part, error=None, after=False):
 
 
 def files_of(store, engine="e1"):
-    return sorted(store.sizes(f"engines/{engine}/records"))
-
-
-def record_bytes(store, engine):
-    """Return the bytes of its shards; manifests do not count against the bound."""
-    sizes = store.sizes(f"engines/{engine}/records")
-    return sum(size for name, size in sizes.items() if not name.endswith(".json"))
+    return list(EngineFolder(store, engine).shards())

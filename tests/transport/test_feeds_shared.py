@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,21 +16,24 @@ from tests.transport.feed_toys import FakeSource, publish, scan
 from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.spool_toys import (
     CONFIG,
+    feed_of,
     head_tensors,
     make_models,
     settle,
+    writer_of,
 )
-from vllm_tide.transport import TransportError, publication
+from tests.transport.test_spool_shards import of_tenants
+from vllm_tide.transport import TransportError, feed_spool, spool_relay
 from vllm_tide.transport.feed import RingFeed, RunDirSource
-from vllm_tide.transport.feed_spool import SpoolFeed, SpoolSource
+from vllm_tide.transport.feed_spool import SpoolSource
 from vllm_tide.transport.feeds import (
     Feeds,
     open_feeds,
 )
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR
-from vllm_tide.transport.spool import EngineFolder
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool import EngineFolder, EngineState, Store
+from vllm_tide.transport.spool_shard import purge_shards
 
 SPEC = make_spec()
 
@@ -137,7 +141,7 @@ def spooled(toys, tmp_path):
     """Return an engine, its relay, the store, and a step of the relay."""
 
     def make(name="a", url=str(tmp_path / "spool")):
-        engine, store = toys(name), open_store(url)
+        engine, store = toys(name), Store(url)
         relay = engine.relay(store, CONFIG)
 
         def step():
@@ -158,7 +162,7 @@ def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     s = spooled()
     want = serve_in(s.engine, range(7))
     s.step()
-    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed = feed_of(s.store, "a")
     assert read_feed(feed) == want
     assert feed.alive()
     feed.publish(head_tensors(2), version=1, parent_version=0, meta={})
@@ -171,19 +175,24 @@ def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     feedback = feed.feedback()
     assert (feedback.installed_version, feedback.swap_pause_ms_last) == (1, 2.0)
     assert feedback.engine_alive
+    assert feed.latest().version == 1
+    with pytest.raises(TransportError, match="not newer"):
+        feed.publish(head_tensors(1), version=1, parent_version=0, meta={})
+    with pytest.raises(TransportError, match="exceeds the maximum"):
+        feed.publish(head_tensors(3), version=2**63, parent_version=1, meta={})
     feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
     assert s.engine.ring.collect_mode is Collect.NOTHING
-    assert feed.latest().version == 1
     feed.close()
     s.step()
     # the pause outlives the trainer
     assert s.engine.ring.collect_mode is Collect.NOTHING
-    again = SpoolFeed(s.store, "a", threaded=False)
+    again = feed_of(s.store, "a")
     again.heartbeat()
     s.step()
     assert s.engine.ring.collect_mode is Collect.NOTHING
+    assert again.latest().version == again.latest_version == 1
     again.set_collect(Collect.FULL)
     again.heartbeat()
     s.step()
@@ -191,57 +200,61 @@ def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     again.close()
 
 
-def test_a_reader_resumes_at_its_own_cursor_and_others_read_all(spooled):
+def test_a_trainer_resumes_at_the_cursor_of_the_last_one(spooled):
     s = spooled()
     want = serve_in(s.engine, range(10))
     s.step()
-    first = SpoolFeed(s.store, "a", threaded=False)
+    first = feed_of(s.store, "a")
     first.heartbeat()
     got = [identity(record) for record in first.read(4)]
     first.close()
-    second = SpoolFeed(s.store, "a", threaded=False)
+    second = feed_of(s.store, "a")
     assert got + read_feed(second) == want
-    other = SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False)
-    assert read_feed(other) == want
     more = serve_in(s.engine, range(10, 12))
     s.step()
     assert read_feed(second) == more
-    assert read_feed(other) == more
-    for feed in (second, other):
-        feed.close()
+    second.close()
 
 
-def test_a_second_live_trainer_is_refused_in_one_line(spooled, monkeypatch):
+def test_a_second_trainer_is_refused_while_the_first_is_alive(spooled, monkeypatch):
+    monkeypatch.setattr(feed_spool, "BEAT_S", 0.0)
+    monkeypatch.setattr(feed_spool, "POLL_S", 0.02)
     s = spooled()
-    feed = SpoolFeed(s.store, "a", threaded=False)
-    monkeypatch.setattr(
-        "vllm_tide.transport.feed_spool.this_instance", lambda: "otherhost:1:2:3"
-    )
-    with pytest.raises(TransportError, match="already reads engine a"):
-        SpoolFeed(s.store, "a", threaded=False)
-    with pytest.raises(TransportError, match="already publishes engine a"):
-        SpoolFeed(s.store, "a", reader="b", threaded=False)
-    SpoolFeed(s.store, "a", reader="b", publishes=False, threaded=False).close()
-    feed.close()
-    SpoolFeed(s.store, "a", threaded=False).close()
+    first = feed_of(s.store, "a", threaded=True)
+    until(lambda: first.heartbeat() or first.ready, "no trainer")
+    second = feed_of(s.store, "a")
+    assert not second.ready
+    message = r"the trainer \S+:\d+:\w+ already trains engine a in .*: stop it first"
+    with pytest.raises(TransportError, match=message):
+        second.heartbeat()
+    second.close()
+    first.close()
+    third = feed_of(s.store, "a")
+    assert third.ready
+    third.close()
 
 
-def test_a_draft_of_another_trainer_ends_the_feed(spooled):
+def test_a_trainer_that_hung_ends_when_another_has_replaced_it(spooled, monkeypatch):
+    monkeypatch.setattr(feed_spool, "TAKEOVER_S", 0.0)
     s = spooled()
-    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed = feed_of(s.store, "a")
+    second = feed_of(s.store, "a")
+    second.publish(head_tensors(9), version=5, parent_version=0, meta={})
+    second.heartbeat()
     feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
-    folder = EngineFolder(s.store, "a")
-    folder.write_draft(publication.encode(head_tensors(9), 5, 0, {}))
     feed.heartbeat()
-    with pytest.raises(TransportError, match="another trainer publishes"):
+    with pytest.raises(TransportError, match="has replaced this one for engine a"):
         feed.heartbeat()
     feed.close()
-    assert folder.latest_draft() == 5
+    s.step()
+    assert s.engine.weights.latest_version() == 5
+    second.heartbeat()
+    second.close()
 
 
 def test_records_of_a_dead_engine_are_read_before_its_feed_ends(spooled):
     s = spooled()
-    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed = feed_of(s.store, "a")
     want = serve_in(s.engine, range(5))
     s.relay.stop()
     s.relay.run()
@@ -255,20 +268,108 @@ def test_records_of_a_dead_engine_are_read_before_its_feed_ends(spooled):
     feed.close()
 
 
+def test_removed_shards_of_a_dead_engine_are_not_awaited_forever(spooled, monkeypatch):
+    s = spooled()
+    feed = feed_of(s.store, "a")
+    serve_in(s.engine, range(5))
+    s.relay.stop()
+    s.relay.run()
+    purge_shards([EngineFolder(s.store, "a")], None)
+    feed.heartbeat()
+    assert feed.alive()  # the folder may be listed as it was
+    monkeypatch.setattr(feed_spool, "UNREAD_S", 0.0)
+    assert not feed.alive()
+    feed.close()
+
+
 def test_a_silent_relay_ends_the_feed(spooled, monkeypatch):
     s = spooled()
-    feed = SpoolFeed(s.store, "a", threaded=False)
+    feed = feed_of(s.store, "a")
+    feed.heartbeat()
     assert feed.alive()
     with monkeypatch.context() as later:
         later.setattr(feed._heartbeat, "_timeout_s", 0.0)
         feed.heartbeat()
         assert not feed.alive()
-    s.relay.tick()
-    s.relay._state_time = 0.0
+    monkeypatch.setattr(spool_relay, "BEAT_S", 0.0)
     s.step()
     feed.heartbeat()
     assert feed.alive()
     feed.close()
+
+
+@pytest.mark.parametrize("tenant", [255, None])
+def test_a_feed_forgets_its_prefetched_records(spooled, tenant):
+    s = spooled()
+    writer_of(s.store, of_tenants(7, 255, 8, 255), "a").flush()
+    EngineFolder(s.store, "a").write_state(EngineState(unix=1.0, last_shard=1))
+    feed = feed_of(s.store, "a")
+    feed.heartbeat()
+    (first,) = feed.read(1)
+    assert first.tenant == 7
+    assert feed.purge(tenant) == (2 if tenant else 3)
+    # The cursor counts what was purged: the others stay at their place in the shard.
+    assert [r.tenant for r in feed.read(1)] == ([8] if tenant else [])
+    feed.close()
+    trainer = EngineFolder(s.store, "a").read_trainer()
+    assert (trainer.shard, trainer.index) == ((1, 3) if tenant else (2, 0))
+
+
+def test_a_shard_in_reading_during_a_purge_is_not_returned(spooled, monkeypatch):
+    s = spooled()
+    writer_of(s.store, of_tenants(7, 255, 8, 255), "a").flush()
+    EngineFolder(s.store, "a").write_state(EngineState(unix=1.0, last_shard=1))
+    feed = feed_of(s.store, "a")
+    read, purged = s.store.read, []
+
+    def slow(name, max_bytes):
+        body = read(name, max_bytes)
+        if name.endswith(".safetensors") and not purged:
+            purged.append(feed.purge(255))
+        return body
+
+    monkeypatch.setattr(s.store, "read", slow)
+    feed.heartbeat()
+    assert purged == [0]
+    assert [r.tenant for r in feed.read(9)] == [7, 8]
+    feed.close()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_an_unexpected_exception_is_logged_and_ends_the_feed(spooled, threaded):
+    s = spooled()
+    feed = feed_of(s.store, "a", threaded=threaded)
+
+    def fails(*_):
+        raise MemoryError
+
+    feed._folder.read_state = fails
+    end = time.monotonic() + 10
+    with pytest.raises(TransportError, match="MemoryError"):
+        while time.monotonic() < end:
+            feed.heartbeat()
+            time.sleep(0.01)
+    feed.close()
+
+
+def test_a_failing_scan_is_logged_and_repeated(spooled, monkeypatch, caplog):
+    s = spooled()
+    monkeypatch.setattr(feed_spool, "SCAN_S", 0.01)
+    source = SpoolSource(s.store.url)
+    assert source.find() == ["a"]
+    failed = []
+
+    def fails(*_):
+        failed.append(1)
+        raise RecursionError("too deep")
+
+    with monkeypatch.context() as odd:
+        odd.setattr(source, "_alive", fails)
+        until(lambda: len(failed) > 1, "no scan")
+    assert "too deep" in caplog.text
+    source._entries = {}
+    until(lambda: source.find() == ["a"], "a is not found")
+    source.close()
 
 
 def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
@@ -282,7 +383,8 @@ def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
         inside.set()
         stuck.wait()
 
-    feed = SpoolFeed(s.store, "a")
+    feed = feed_of(s.store, "a", threaded=True)
+    until(lambda: feed.ready, "no trainer")
     monkeypatch.setattr(s.store, "read", hangs)
     feeds = Feeds([RunDirSource(tmp_path / "near" / "run")])
     feeds.poll()
@@ -298,7 +400,7 @@ def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
     assert drain(feeds, count=5) == {"near": want}
     assert near.weights.read().version == 1
     feed._heartbeat._timeout_s = 0.0
-    feed._reached = -1e9
+    feed._reached = feed._progress = -1e9
     feeds.poll()
     assert feeds.ids == ["near"]
     stuck.set()
@@ -318,6 +420,20 @@ def test_live_engines_of_a_spool_join_and_stopped_ones_do_not(spooled, tmp_path)
     a.step()
     c.step()
     assert drain(feeds, count=9) == want
+    feeds.close()
+
+
+def test_an_engine_without_its_target_here_is_not_the_reference(spooled, tmp_path):
+    s = spooled()
+    entry = EngineFolder(s.store, "a").read_engine()
+    ghost = EngineFolder(s.store, "zz")  # the last name is scanned first
+    away = replace(entry.manifest, engine_id="zz", target_path="/nowhere")
+    ghost.write_engine(replace(entry, manifest=away, identity={"target": "other"}))
+    ghost.write_state(EngineState(unix=time.time()))
+    feeds = Feeds([SpoolSource(s.store.url, cache=tmp_path, threaded=False)])
+    feeds.poll()
+    assert feeds.ids == ["a"]
+    assert "--model" in feeds.refused["zz"]
     feeds.close()
 
 
@@ -349,5 +465,5 @@ def test_an_engine_joins_while_the_trainers_thread_does_not_wait(
         feeds.read()
         feeds.heartbeat()
     assert "near" in feeds.ids
-    feeds.close()
     stuck.set()
+    feeds.close()

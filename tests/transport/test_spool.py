@@ -1,61 +1,64 @@
 """Storage, states, drafts and models of a spool: on a disk and an object store."""
 
+import json
 import os
 import stat
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
-import numpy as np
+import huggingface_hub
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from tests.transport.spool_toys import ROWS, head_tensors
+from tests.transport.spool_toys import ROWS, failing, feed_of, head_tensors, settle
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.transport import TransportError, WeightsRefused, publication
 from vllm_tide.transport.identity import difference, identity_of
+from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import sanitize_for_log
 from vllm_tide.transport.spool import (
-    DraftConflict,
     EngineFolder,
     EngineState,
     HeartbeatMonitor,
-    ReaderState,
-    checked_name,
-    instance_gone,
-    this_instance,
+    Store,
+    StoreError,
+    TrainerState,
+    draft_version,
 )
-from vllm_tide.transport.spool_models import local_models, upload_models
-from vllm_tide.transport.spool_store import ForeignFileError, open_store
+from vllm_tide.transport.spool_models import find_models
+
+FAR = 2**63 - 1
 
 # The store
 
 
 def test_a_file_is_written_replaced_listed_and_removed(store):
-    assert store.read("a/b/c") is None
-    assert store.sizes("a") == {}
-    assert store.folders("a") == []
-    store.write("a/b/c", b"12", np.arange(3, dtype=np.uint8), memoryview(b"9"))
+    assert store.read("a/b/c", 9) is None
+    assert store.sizes("a") == {} and store.folders("a") == []
+    store.write("a/b/c", b"12345")
     store.write("a/b/d", b"")
-    assert store.read("a/b/c") == b"12\x00\x01\x029"
-    assert store.sizes("a/b") == {"c": 6, "d": 0}
-    assert store.folders("a") == ["b"]
-    assert store.sizes("a") == {}
-    store.write("a/b/c", b"x", durable=False)
-    assert store.read("a/b/c") == b"x"
-    store.remove("a/b/c")
-    store.remove("a/b/c")
+    assert store.read("a/b/c", 5) == b"12345"
+    assert store.read("a/b/c", 4) is None  # too large
+    assert store.read_start("a/b/c", 3) == b"123"
+    assert store.sizes("a/b") == {"c": 5, "d": 0}
+    assert store.folders("a") == ["b"] and store.sizes("a") == {}
+    store.write("a/b/c", b"x")
+    assert store.read("a/b/c", 5) == b"x"
+    assert store.remove("a/b/c", "a/b/c") == []
     assert store.sizes("a/b") == {"d": 0}
     store.remove_folder("a/b")  # it is not empty
-    assert store.read("a/b/d") == b""
+    assert store.read("a/b/d", 1) == b""
     store.remove("a/b/d")
-    store.remove_folder("a/b")
-    store.remove_folder("a")
-    store.remove_folder("a")
+    for folder in ("a/b", "a", "a"):
+        store.remove_folder(folder)
     assert store.folders("a") == []
 
 
 def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
     before = os.umask(0o022)
     try:
-        store = open_store(f"file://{tmp_path}/x/s")
+        store = Store(f"file://{tmp_path}/x/s")
         store.write("engines/f/x", b"1")
     finally:
         os.umask(before)
@@ -68,65 +71,77 @@ def test_a_directory_is_private_and_keeps_no_temporary_file(tmp_path):
     left = at / ".tide-abc.tmp"
     left.write_bytes(b"half")
     assert store.sizes("engines/f") == {"x": 1}
+    store.remove_unfinished("engines/f", 60)
     assert left.exists()
     os.utime(left, (0, 0))
-    assert store.sizes("engines/f") == {"x": 1}
+    store.remove_unfinished("engines/f", 60)
     assert not left.exists()
 
 
-def test_nothing_but_plain_files_is_read_listed_or_removed(tmp_path):
-    store = open_store(str(tmp_path / "s"))
+@pytest.mark.timeout(20)
+def test_nothing_but_plain_files_is_read_or_listed(tmp_path):
+    store, root = Store(str(tmp_path / "s")), tmp_path / "s"
     store.write("d/f", b"1")
-    root = tmp_path / "s"
     (root / "d/link").symlink_to(root / "d/f")
+    (root / "linked").symlink_to(root / "d")
     os.mkfifo(root / "d/pipe")
-    for name in ("d/pipe", "d", "d/f/x"):
-        assert store.read(name) is None, name
-    assert store.sizes("d") == {"f": 1}
-    assert store.folders("d") == [] and store.sizes("d/f") == {}
-    for name in ("d/link", "d/pipe"):
-        with pytest.raises(ForeignFileError, match="not removed"):
-            store.remove(name)
+    with open(root / "d/sparse", "wb") as file:
+        file.truncate(1 << 40)
+    for name in ("d/pipe", "d", "d/f/x", "d/sparse"):
+        assert store.read(name, 1 << 20) is None, name
+    assert store.sizes("d") == {"f": 1, "sparse": 1 << 40}
+    assert store.folders("") == ["d"] and store.sizes("d/f") == {}
     store.write("d/link", b"3")  # replaces the link
-    store._owner_uids = {os.geteuid() + 1}
-    with pytest.raises(ForeignFileError, match="another user's"):
-        store.remove("d/f")
-    assert store.read("d/link") == b"3" and store.read("d/f") == b"1"
+    assert store.read("d/f", 9) == b"1" and store.read("d/link", 9) == b"3"
 
 
-def test_an_unusable_store_is_refused_in_one_line(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o755)
+def test_an_unusable_store_is_refused_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "file").write_text("")
-    for url, says in (
-        (str(tmp_path / "open"), "chmod o-rwx"),
-        (str(tmp_path / "file"), "cannot be opened"),
-        ("nosuch://x/y", "Protocol not known"),
-    ):
-        with pytest.raises(TransportError, match=says) as caught:
-            open_store(url)
+    for url, message in (("open", "chmod o-rwx"), ("file", "cannot be opened")):
+        store = Store(str(tmp_path / url))  # a mount may come later
+        with pytest.raises(StoreError, match=message) as caught:
+            store.sizes("")
         assert "tide.spool.url" in str(caught.value)
-    assert "secret" not in open_store("memory://user:secret@place/x").url
+    with pytest.raises(TransportError, match=r"tide\.spool\.url.*Protocol not known"):
+        Store("nosuch://x/y")
+
+
+def test_credentials_stay_out_of_messages(monkeypatch):
+    url = "memory://me:pa%2Fss@word@host/spool?sig=abc"
+    store = Store(url)
+    assert store.url == "memory://host/spool"
+
+    def fails(*_, **__):
+        raise ValueError(f"no answer from {url} today")
+
+    monkeypatch.setattr(store._fs, "info", fails)
+    with pytest.raises(StoreError, match="today") as caught:
+        store.read("x", 1)
+    assert "word" not in str(caught.value) and "abc" not in str(caught.value)
 
 
 # States
 
 
-def test_states_are_read_back_and_half_written_ones_are_none(store):
+def test_states_are_read_back_and_invalid_ones_are_none(store):
     folder = EngineFolder(store, "e1")
-    assert folder.read_state() is None
-    assert folder.read_engine() is None
-    assert folder.read_readers() == {}
-    state = EngineState(1.5, False, 2, 3, 4, 5, 6, "norm", 7.5, 8, 9)
+    assert folder.read_state() is folder.read_engine() is folder.read_trainer() is None
+    state = EngineState(1.5, False, 3, 4, 5, 6, "norm", 7.5, 8)
     folder.write_state(state)
     assert folder.read_state() == state
-    reader = ReaderState("i", 1.0, False, False, True, False, 4, 5)
-    folder.write_reader("t", reader)
-    assert folder.read_readers() == {"t": reader}
-    for text in (b"", b'{"unix":1', b"[]", b'{"unix":"x"}', b"[" * 100_000):
-        store.write(folder.path("state.json"), text)
-        assert folder.read_state() is None
-    folder.write_json("engine.json", {"format": 99}, durable=True)
+    trainer = TrainerState("i", 1.0, True, Collect.NOTHING, 4, 5, "x")
+    folder.write_trainer(trainer)
+    assert folder.read_trainer() == trainer
+    for text in ("", '{"unix":1', "[]", '{"unix":"x"}', "[" * 100_000, "3",
+                 '{"unix": NaN}', '{"unix": 1e999}', '{"running": 3}'):  # fmt: skip
+        for name in ("state.json", "trainer.json"):
+            store.write(folder.path(name), text.encode())
+        assert folder.read_state() is folder.read_trainer() is None
+    folder.write_json("state.json", {"last_shard": 1.5})
+    folder.write_json("trainer.json", {"collect": 7})
+    assert folder.read_state() is folder.read_trainer() is None
+    folder.write_json("engine.json", {"format": 99})
     with pytest.raises(TransportError, match="spool format 99"):
         folder.read_engine()
     for name in ("", ".", "..", "a/b", ".hidden", "x" * 129):
@@ -137,105 +152,91 @@ def test_states_are_read_back_and_half_written_ones_are_none(store):
 def test_text_of_another_process_is_escaped_and_clipped(store):
     folder = EngineFolder(store, "e1")
     evil = "\x1b[31mroot\n2026 ERROR forged " + "x" * 100_000
-    folder.write_json("state.json", {"refused_reason": evil}, durable=True)
-    folder.write_json("readers/t.json", {"instance": evil}, durable=True)
-    texts = [folder.read_state().refused_reason, folder.read_reader("t").instance]
-    folder.write_json("engine.json", {"format": evil}, durable=True)
-    with pytest.raises(TransportError) as caught:
-        folder.read_engine()
-    texts.append(str(caught.value))
-    with pytest.raises(TransportError) as caught:
-        checked_name(evil, "target")
-    texts.append(str(caught.value))
+    folder.write_json("state.json", {"refused_reason": evil})
+    folder.write_json("trainer.json", {"instance": evil})
+    texts = [folder.read_state().refused_reason, folder.read_trainer().instance]
+    folder.write_json("engine.json", {"format": evil})
+    for call in (folder.read_engine, lambda: EngineFolder(store, evil)):
+        with pytest.raises(TransportError) as caught:
+            call()
+        texts.append(str(caught.value))
     for text in texts:
-        assert "forged" in text
-        assert text.isprintable()
-        assert len(text) < 500
+        assert "forged" in text and text.isprintable() and len(text) < 500
     assert sanitize_for_log("plain reason: é") == "plain reason: \\xe9"
 
 
 def test_freshness_follows_change_and_not_clocks():
     monitor = HeartbeatMonitor(timeout_s=60.0)
     monitor.observe(5.0)
-    assert monitor.fresh
-    assert not monitor.changed
+    assert monitor.fresh and not monitor.changed
     monitor._timeout_s = 0.0
     monitor.observe(5.0)
     assert not monitor.fresh
     monitor._timeout_s = 60.0
     monitor.observe(4.0)  # a clock may even go back
-    assert monitor.fresh
-    assert monitor.changed
-
-
-def test_a_dead_process_of_this_host_is_recognized():
-    assert not instance_gone(this_instance())
-    boot, namespace, pid, _ = this_instance().split(":")
-    assert instance_gone(f"{boot}:{namespace}:{pid}:1")
-    assert not instance_gone(f"other:{namespace}:{pid}:1")
-    assert not instance_gone("nonsense")
+    assert monitor.fresh and monitor.changed
 
 
 # Drafts
 
 
-def test_a_draft_is_read_back_to_the_bit_and_the_last_few_are_stored(store):
-    folder = EngineFolder(store, "e1")
-    assert folder.latest_draft() == 0
-    foreign = ["x.safetensors", "y.safetensors", "z.safetensors"]
+def test_a_draft_is_read_back_to_the_bit_and_the_last_two_are_stored(store):
+    folder, names = EngineFolder(store, "e1"), []
+    foreign = ["x.safetensors", "y.safetensors", f"{FAR}-{'0' * 64}.safetensors"]
     for name in foreign:
-        store.write(folder.path("heads", name), b"")
-    for version in range(1, 6):
+        store.write(folder.path("drafts", name), b"")
+    for version in range(1, 5):
         blob = publication.encode(head_tensors(version), version, 1, {"a": 1})
-        folder.write_draft(blob)
-        assert folder.latest_draft() == version
-        assert folder.read_draft() == blob
-        got = publication.decode(folder.read_draft())
-        assert (got.version, got.parent_version, got.meta) == (version, 1, {"a": 1})
-        want = head_tensors(version)["fc.weight"][2]
-        assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
-    assert sorted(store.sizes(folder.path("heads"))) == sorted(
-        ["latest.json", *foreign] + [f"{v:012d}.safetensors" for v in (3, 4, 5)]
-    )
-    folder.write_draft(blob)  # again, after a write that the storage reported as failed
-    other = publication.encode(head_tensors(9), 5, 1, {})
-    with pytest.raises(DraftConflict, match="not newer"):
-        folder.write_draft(other)
+        names.append(folder.write_draft(blob))
+        assert draft_version(names[-1]) == version
+        assert folder.read_draft(names[-1]) == blob
+    got = publication.decode(folder.read_draft(names[-1]))
+    assert (got.version, got.parent_version, got.meta) == (4, 1, {"a": 1})
+    want = head_tensors(4)["fc.weight"][2]
+    assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
+    stored = store.sizes(folder.path("drafts"))
+    assert sorted(stored) == sorted([*foreign, *names[-2:]])
 
 
-@pytest.mark.parametrize("harm", ["cut", "flip", "manifest", "gone"])
-def test_a_damaged_draft_is_refused(store, harm):
+def test_versions_that_are_invalid_or_skip_too_far_are_none():
+    name = "{:019d}-" + "0" * 64 + ".safetensors"
+    assert draft_version(name.format(7)) == draft_version(name.format(7), 6) == 7
+    assert draft_version(name.format(FAR)) == FAR
+    for invalid in ("", "../x", name.format(FAR + 1), "latest.json"):
+        assert draft_version(invalid) == 0
+    assert draft_version(name.format(FAR), 6) == 0
+
+
+def test_a_damaged_large_or_missing_draft_is_refused(store):
     folder = EngineFolder(store, "e1")
-    folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
-    at = folder.path("heads", "000000000001.safetensors")
-    body = bytearray(store.read(at))
-    reason = "sha256"
-    if harm == "cut":
-        store.write(at, body[:-1])
-        reason = "truncated"
-    elif harm == "flip":
-        body[-1] ^= 1
-        store.write(at, body)
-    elif harm == "manifest":
-        entry = folder.read_json("heads/latest.json")
-        folder.write_json("heads/latest.json", {**entry, "sha256": "00"}, durable=True)
-    else:
-        store.remove(folder.path("heads", "latest.json"))
-        reason = "empty"
+    name = folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
+    path = folder.path("drafts", name)
+    body = store.read(path, 1 << 20)
     with pytest.raises(WeightsRefused) as caught:
-        publication.decode(folder.read_draft())
-    assert caught.value.reason == reason
+        folder.read_draft(name, len(body) - 1)
+    assert caught.value.reason == "segment"
+    for damaged in (body[:-1], body[:-1] + b"\0"):
+        store.write(path, damaged)
+        with pytest.raises(WeightsRefused) as caught:
+            publication.decode(folder.read_draft(name))
+        assert caught.value.reason == "sha256"
+    store.remove(path)
+    with pytest.raises(StoreError, match="draft 1 is not in"):
+        folder.read_draft(name)
 
 
-def test_a_draft_stored_by_another_version_is_refused_in_one_line(store):
-    """An earlier format had one manifest per draft; its version still counts."""
-    folder = EngineFolder(store, "e1")
-    folder.write_json("heads/latest.json", {"version": 7}, durable=True)
-    with pytest.raises(WeightsRefused, match="run the same vllm_tide on both sides"):
-        folder.read_draft()
-    assert folder.latest_draft() == 7
-    folder.write_draft(publication.encode(head_tensors(8), 8, 0, {}))
-    assert folder.read_draft().version == 8
+def test_a_sparse_draft_is_refused_by_relay_and_trainer(disk, engine, tmp_path):
+    relay, folder = engine.relay(disk), engine.folder(disk)
+    name = folder.write_draft(publication.encode(head_tensors(1), 2, 0, {}))
+    with (tmp_path / "spool" / folder.path("drafts", name)).open("r+b") as file:
+        file.truncate(1 << 40)
+    folder.write_trainer(TrainerState("i", draft=name))
+    settle(relay)
+    state = folder.read_state()
+    assert (state.refused_version, state.refused_reason) == (2, "segment")
+    feed = feed_of(disk)
+    assert feed.latest_version == 2 and feed.latest() is None
+    feed.close()
 
 
 # Identity and models
@@ -258,66 +259,102 @@ def test_engines_with_the_same_models_match_and_others_do_not(engines):
         assert says in difference("d", identity_of(changed), "a", first.identity)
 
 
-def test_a_remote_trainer_gets_the_rows_and_the_draft(store, engines, tmp_path):
-    engine = engines("a")
+@pytest.fixture
+def announced(store, engines):
+    """Return an announced engine's folder and entry, with a target of another host."""
+    engine = engines("a", tide={"spool": {"url": "s3://a:b@c"}, "preset": "full"})
     relay = engine.relay(store)
+    settle(relay)
     relay.close()
     folder = engine.folder(store)
     entry = folder.read_engine()
-    assert entry.identity.items() > engine.identity.items()
+    assert entry.manifest == replace(engine.manifest, tide={"preset": "full"})
     assert entry.spec == engine.spec
-    assert entry.manifest == engine.manifest
-    here, draft = local_models(folder, entry, tmp_path / "cache")
-    assert str(here) == engine.manifest.target_path  # the same target is here
-    assert (draft / "model.safetensors").read_bytes() == (
-        (tmp_path / "a/models/draft/model.safetensors").read_bytes()
+    assert entry.identity.items() > engine.identity.items()
+    return folder, replace(
+        entry, manifest=replace(entry.manifest, target_path="/nowhere")
     )
-    away = replace(entry.manifest, target_path="/nowhere")
-    target, _ = local_models(folder, replace(entry, manifest=away), tmp_path / "cache")
-    assert target.parent == tmp_path / "cache"
-    want, got = TargetRows.load(engine.manifest.target_path), TargetRows.load(target)
-    assert got.embed_tokens.equal(want.embed_tokens)
-    assert got.lm_head.equal(want.lm_head)
-    assert got.lm_head.shape == (ROWS, 8)
-    whole = (tmp_path / "a/models/target/model.safetensors").stat().st_size
-    assert (target / "model.safetensors").stat().st_size < whole
 
 
-def test_what_a_killed_relay_left_of_a_model_is_removed(tmp_path, engines):
-    root, engine = tmp_path / "spool", engines()
-    store = open_store(str(root))
-    rows = upload_models(engine.folder(store), engine.manifest)
-    for folder in (f"targets/{rows}", "engines/e1/draft"):
-        left = root / folder / ".tide-left.tmp"
-        left.write_bytes(b"rows")
-        os.utime(left, (0, 0))
-        upload_models(engine.folder(store), engine.manifest)
-        assert not left.exists()
+def test_a_remote_trainer_gets_the_initial_draft(announced, tmp_path):
+    folder, entry = announced
+    target, here = tmp_path / "a/models/target", tmp_path / "a/models/draft"
+    models = find_models(folder, entry, str(target), tmp_path / "cache")
+    assert models[0] == target
+    for name in ("config.json", "model.safetensors"):
+        assert (models[1] / name).read_bytes() == (here / name).read_bytes()
+        (models[1] / name).write_bytes(b"")  # a crash of the host
+    assert find_models(folder, entry, str(target), tmp_path / "cache") == models
+    assert (models[1] / "config.json").read_bytes() == b'{"layers": 1}'
 
 
-def test_a_damaged_model_file_is_refused(store, engines, tmp_path):
-    engine = engines("a")
-    engine.relay(store).close()
-    folder = engine.folder(store)
-    at = folder.path("draft", "model.safetensors")
-    store.write(at, store.read(at)[:-1])
-    with pytest.raises(TransportError, match="damaged"):
-        local_models(folder, folder.read_engine(), tmp_path / "cache")
-    assert [p for p in (tmp_path / "cache").glob("*") if p.is_dir()] == []
+def test_a_target_that_is_missing_or_differs_is_refused_in_one_line(
+    announced, tmp_path
+):
+    folder, entry = announced
+    target = tmp_path / "a/models/target"
+    weights = load_file(target / "model.safetensors")
+    for model, message in (
+        (None, "the target /nowhere of engine a is not on this host.*--model"),
+        ("no/such", "--model 'no/such' is no directory and could not be fetched"),
+        (str(tmp_path / "a/models/draft"), "is not the target /nowhere of engine a"),
+        (str(target), "is not the target"),
+    ):
+        if model == str(target):
+            weights["lm_head.weight"][0] += 1
+            save_file(weights, target / "model.safetensors")
+        with pytest.raises(TransportError, match=message):
+            find_models(folder, entry, model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("left", [b"", b"\x00" * 200, None])
-def test_a_model_left_by_a_crash_is_fetched_again(store, engines, tmp_path, left):
-    engine = engines("a")
-    engine.relay(store).close()
-    folder, entry = engine.folder(store), engine.folder(store).read_engine()
-    away = replace(entry, manifest=replace(entry.manifest, target_path="/nowhere"))
-    first = local_models(folder, away, tmp_path / "cache")
-    files = [path / "model.safetensors" for path in first]
-    want = [(path.read_bytes(), path.stat().st_ino) for path in files]
-    assert local_models(folder, away, tmp_path / "cache") == first
-    assert [(path.read_bytes(), path.stat().st_ino) for path in files] == want
-    for path in files:
-        path.unlink() if left is None else path.write_bytes(left)
-    assert local_models(folder, away, tmp_path / "cache") == first
-    assert [path.read_bytes() for path in files] == [data for data, _ in want]
+def test_only_files_with_rows_are_fetched_from_the_hub(
+    announced, tmp_path, monkeypatch
+):
+    folder, entry = announced
+    at, fetched = tmp_path / "a/models/target", []
+    weights = load_file(at / "model.safetensors")
+    (at / "model.safetensors").unlink()
+    files = {name: f"{number}.safetensors" for number, name in enumerate(weights)}
+    text = json.dumps({"weight_map": files})
+    (at / "model.safetensors.index.json").write_text(text)
+    for name, file in files.items():
+        if "layers" not in name:
+            save_file({name: weights[name]}, at / file)
+
+    def fetch(name, revision, allow_patterns):
+        fetched.append((name, revision, allow_patterns))
+        return str(at)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    target, _ = find_models(folder, entry, "org/name@v1", tmp_path / "cache")
+    rows = sorted(file for name, file in files.items() if "layers" not in name)
+    index = ["config.json", "model.safetensors.index.json"]
+    assert fetched == [("org/name", "v1", index), ("org/name", "v1", rows)]
+    assert TargetRows.load(target).lm_head.shape == (ROWS, 8)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "a\0b", "/etc/x", "", ".hidden"])
+def test_a_damaged_initial_draft_is_refused(announced, tmp_path, name, monkeypatch):
+    folder, entry = announced
+    target, cache = str(tmp_path / "a/models/target"), tmp_path / "cache"
+    digest = entry.draft_files["config.json"]
+    for files in ({name: digest}, {"x": "../state.json"}, {"x": "0" * 64}):
+        with pytest.raises(TransportError, match="is damaged"):
+            find_models(folder, replace(entry, draft_files=files), target, cache)
+    folder.store.write(folder.path("initial", digest), b"{}")
+    with pytest.raises(TransportError, match="is damaged"):
+        find_models(folder, entry, target, cache)
+    read = failing(folder.store, "read", "initial", StoreError("no memory"))
+    monkeypatch.setattr(folder.store, "read", read)
+    with pytest.raises(TransportError, match="no memory"):
+        find_models(folder, entry, target, cache)
+    assert not [path for path in Path(cache).rglob("*") if path.is_file()]
+
+
+def test_a_state_of_an_absurd_size_is_invalid(disk, tmp_path):
+    folder = EngineFolder(disk, "e1")
+    folder.write_state(EngineState(unix=time.time()))
+    with open(tmp_path / "spool/engines/e1/state.json", "wb") as file:
+        file.truncate(1 << 36)
+    assert folder.read_state() is None
+    assert asdict(EngineState())["unix"] == 0

@@ -19,8 +19,7 @@ from tests.transport.samples import identity, make_record, make_spec
 from tests.transport.test_feeds_shared import drain
 from vllm_tide.transport.feed_spool import SpoolSource
 from vllm_tide.transport.feeds import Feeds
-from vllm_tide.transport.spool import EngineFolder
-from vllm_tide.transport.spool_store import open_store
+from vllm_tide.transport.spool import EngineFolder, Store, draft_version
 
 SPEC = make_spec()
 ENGINE = """
@@ -33,8 +32,8 @@ engine = ToyEngine(folder, sys.argv[3], tide={"spool": {"url": spool},
 code = '''
 import argparse, sys
 from vllm_tide.cli import relay
-from vllm_tide.transport import spool_writer
-spool_writer.SHARD_SECONDS = 0.05
+from vllm_tide.transport import spool_shard
+spool_shard.SHARD_SECONDS = 0.05
 parser = argparse.ArgumentParser()
 relay.add_arguments(parser)
 sys.exit(relay.run(parser.parse_args(sys.argv[1:])))
@@ -122,4 +121,5 @@ def test_two_process_trees_share_nothing_but_storage(tmp_path):
             child.kill()
             child.wait()
             child.stdout.close()
-    assert EngineFolder(open_store(spool), "right").latest_draft() == version + 1
+    trainer = EngineFolder(Store(spool), "right").read_trainer()
+    assert draft_version(trainer.draft) == version + 1 and not trainer.running

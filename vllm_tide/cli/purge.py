@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +22,7 @@ from vllm_tide.transport.ring import peek_ring, ring_consumer
 from vllm_tide.transport.shm import TransportError
 
 if TYPE_CHECKING:
-    from vllm_tide.transport.spool_store import Store
+    from vllm_tide.transport.spool import Store
 
 Counts = dict[str, Counter[str]]
 
@@ -36,14 +35,14 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
     A relay may have written data just before it answered, and a trainer may have read
     them before the spool was purged.
     """
-    from vllm_tide.transport.spool_store import open_store
-    from vllm_tide.transport.spool_writer import purge_records
+    from vllm_tide.transport.spool import Store, engine_folders
+    from vllm_tide.transport.spool_shard import purge_shards
 
     if not args.all and not args.tenant and args.tenant_id is None:
         raise TransportError(
             "purge: no data selected; give --tenant NAME, --tenant-id HEX, or --all"
         )
-    store = None if args.spool is None else open_store(args.spool)
+    store = None if args.spool is None else Store(args.spool)
     tenant = _tenant(args, run_dir, store)
     scope = "everything" if tenant is None else f"tenant {tenant:016x}"
     lines = [f"purge of {scope}"]
@@ -51,9 +50,7 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
     removed = 0
     missing = _purge_holders(run_dir, tenant, args, counts)
     if store is not None:
-        # No time limit for --all: clocks of two hosts may differ.
-        before = math.inf if tenant is None else None
-        removed = purge_records(store, tenant=tenant, before_unix=before)
+        removed = purge_shards(engine_folders(store), tenant)
         lines.append(f"spool: removed {removed} shards")
         if not missing and any(name.startswith("trainer") for name in counts):
             missing = _purge_holders(run_dir, tenant, args, counts)
@@ -137,7 +134,7 @@ def _tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int
 
 
 def _named_tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) -> int:
-    from vllm_tide.transport.spool import EngineFolder, engine_ids
+    from vllm_tide.transport.spool import engine_folders
 
     live = read_manifests(run_dir)
     state_dir = args.state_dir or next(
@@ -152,9 +149,8 @@ def _named_tenant(args: argparse.Namespace, run_dir: Path, store: Store | None) 
         if not answer.get("ok"):
             raise TransportError(f"{name}: {answer.get('error')}; nothing was removed")
         known.update(answer["status"]["tenant_keys"])
-    for folder in [EngineFolder(store, i) for i in engine_ids(store)] if store else []:
-        shards = folder.store.sizes(folder.path("records"))
-        if shards and (entry := folder.read_engine()):
+    for folder in engine_folders(store) if store else ():
+        if folder.shards() and (entry := folder.read_engine()):
             known.add(entry.manifest.tenant_key_id)
     if others := known - {"", own}:
         raise TransportError(

@@ -1,4 +1,4 @@
-"""`vllm-tide relay`: copy records from an engine to a spool, and drafts back."""
+"""`vllm-tide relay`: move records from an engine to a spool, and drafts back."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ import time
 from pathlib import Path
 
 from vllm_tide.cli import LOG_FORMAT, add_run_dir, fail
-from vllm_tide.config import ConfigError, SpoolConfig, TrainConfig, parse_tide
+from vllm_tide.config import ConfigError, TrainConfig, parse_tide
 from vllm_tide.transport import process
 from vllm_tide.transport.rendezvous import (
     SPOOL_VARIABLE,
     EngineManifest,
     default_run_dir,
     newest_engine,
-    read_manifests,
 )
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.spool import Store
 from vllm_tide.transport.spool_relay import Relay, logger
-from vllm_tide.transport.spool_store import StoreError, open_store
 
 POLL_S = 0.5
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""Retry interval of an unreachable spool, doubled after each failure (s)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,42 +60,19 @@ def _run(args: argparse.Namespace) -> int:
         if not prepared:
             _prepare(config.train)
             prepared = True
-        state = "engine_gone"
-        if relay := _connect(manifest, run_dir, url, config.spool):
+        store, state = Store(url), "engine_gone"
+        try:
+            relay = Relay(manifest, run_dir, store, config.spool)
+        except TransportError:
+            if newest_engine(run_dir, manifest.engine_id) is not None:
+                raise
+        else:
+            logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
             with process.stopped_by_signals(relay.stop):  # after the current turn
                 state = relay.run()
         logger.info("engine %s: %s", manifest.engine_id, state)
         if not (args.wait and state == "engine_gone"):
             return 0
-
-
-def _connect(
-    manifest: EngineManifest, run_dir: Path, url: str, config: SpoolConfig
-) -> Relay | None:
-    """Return a relay once the spool is reachable; None if the engine exits first."""
-
-    def is_alive() -> bool:
-        return any(other.ring == manifest.ring for other in read_manifests(run_dir))
-
-    pause, logged = FIRST_PAUSE_S, set[str]()
-    while True:
-        try:
-            store = open_store(url)
-            relay = Relay(manifest, run_dir, store, config)
-            logger.info("engine %s: relay to %s", manifest.engine_id, store.url)
-            return relay
-        except StoreError as error:
-            if str(error) not in logged:
-                text = "engine %s: %s; retrying while the engine runs"
-                logger.error(text, manifest.engine_id, error)
-            logged.add(str(error))
-        except TransportError:
-            if is_alive():
-                raise
-        if not is_alive():
-            return None
-        time.sleep(pause)
-        pause = min(2 * pause, LAST_PAUSE_S)
 
 
 def _prepare(config: TrainConfig) -> None:

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
     text = "directory or fsspec URL of `vllm-tide relay`"
     add("--spool", metavar="URL", help=text)
-    text = "name of this trainer in the spool"
-    add("--reader", default="trainer", metavar="NAME", help=text)
+    text = "directory or hub id of the target, with --spool (default: the engine's)"
+    add("--model", metavar="MODEL", help=text)
     add("--once", action="store_true", help="end after one cycle")
     text = "wait for an engine, and again after it exits"
     add("--wait", action="store_true", help=text)
@@ -91,6 +91,8 @@ def _lead(
     spool = args.spool or (override.spool.url if override is not None else None)
     if spool is not None:
         prepare_run_dir(run_dir)
+    elif args.model is not None:
+        raise ConfigError("--model: applies only to engines of a spool; give --spool")
     current = [TrainerStatus()]
     prepared = False
     while True:
@@ -153,7 +155,7 @@ def _find(
 
     folder = None if spool is not None and args.run_dir is None else run_dir
     place = folder or "the spool"  # its URL may contain a password
-    feeds = open_feeds(folder, spool, args.engine, reader=args.reader)
+    feeds = open_feeds(folder, spool, args.engine, model=args.model)
     last_heartbeat = time.monotonic()
     until = last_heartbeat + FIRST_SCAN_S
     feeds.poll()

@@ -220,10 +220,10 @@ def spool(subject: Subject) -> Finding:
 
 def _listed(url: str) -> Finding:
     from vllm_tide.transport.shm import TransportError
-    from vllm_tide.transport.spool_store import open_store
+    from vllm_tide.transport.spool import Store
 
     try:
-        store = open_store(url)
+        store = Store(url)
         engines = store.folders("")
     except TransportError as error:
         return failed(str(error), _SPOOL)

@@ -7,11 +7,15 @@ the trainer's heartbeat. Slow or hanging storage therefore never blocks a traini
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +27,24 @@ from vllm_tide.transport.publication import (
     Publication,
     TensorInput,
 )
-from vllm_tide.transport.record import Record
+from vllm_tide.transport.record import Record, RingSpec
+from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import Collect
-from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.shm import TransportError, sanitize_for_log
 from vllm_tide.transport.spool import (
     BEAT_S,
     DEAD_S,
-    DraftConflict,
+    EngineEntry,
     EngineFolder,
     EngineState,
     HeartbeatMonitor,
-    ReaderState,
-    checked_name,
-    engine_ids,
-    failure_message,
-    instance_gone,
-    this_instance,
+    Store,
+    TrainerState,
+    draft_version,
+    engine_folders,
 )
-from vllm_tide.transport.spool_models import local_models
-from vllm_tide.transport.spool_shard import SpoolReader
-from vllm_tide.transport.spool_store import Store, open_store
+from vllm_tide.transport.spool_models import find_models
+from vllm_tide.transport.spool_shard import ShardReader
 from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
 
 logger = logging.getLogger("vllm_tide.train")
@@ -56,128 +58,146 @@ POLL_S = 0.25
 PREFETCHED_SHARDS = 2
 CURSOR_S = 1.0
 """Interval between cursor writes (s): records since the last are read again."""
+TAKEOVER_S = 3 * BEAT_S
+"""Time without a heartbeat (s) after which another trainer is considered dead."""
+UNREAD_S = 60.0
+"""Maximum time to wait for unread shards of a dead engine (s)."""
 _CLOSE_S, _CLOSE_WITH_DRAFT_S = 5.0, 60.0
 
 
 @dataclass
-class _Fetched:
+class _Prefetched:
     """A shard; `taken` of its records were read; None replaces a purged record."""
 
     number: int
-    records: deque[Record | None]
-    taken: int
+    records: list[Record | None]
+    taken: int = 0
+
+    def take(self) -> Record | None:
+        record, self.records[self.taken] = self.records[self.taken], None
+        self.taken += 1
+        return record
+
+    def purge(self, tenant: int | None) -> int:
+        """Replace a tenant's records by None, so that the indices of others stay."""
+        purged = 0
+        for index, record in enumerate(self.records):
+            if record is not None and tenant in (None, record.tenant):
+                self.records[index] = None
+                purged += 1
+        return purged
 
 
 class SpoolFeed:
     """Reads records of an engine from a spool and sends drafts; see `RingFeed`.
 
-    A trainer continues where the previous one with the same `reader` name stopped.
-    Trainers of different names each read all records, and only one of them `publishes`.
-    `cache`: see ``local_models``. If not `threaded`, :meth:`heartbeat` accesses the
-    storage, for tests.
+    A trainer continues where the previous one stopped. If not `threaded`,
+    :meth:`heartbeat` accesses the storage, for tests.
 
-    Raises:
-        TransportError: The engine is not in the spool, has another format, or already
-            has such a trainer.
+    Attributes:
+        lost: Why this cannot be the engine's trainer; empty if it can.
     """
 
     def __init__(
         self,
-        store: Store | str,
-        engine_id: str,
+        folder: EngineFolder,
+        entry: EngineEntry,
+        models: Callable[[], tuple[Path, Path]],
         *,
-        reader: str = "trainer",
-        publishes: bool = True,
-        cache: Path | None = None,
         threaded: bool = True,
     ) -> None:
-        store = open_store(store) if isinstance(store, str) else store
-        self._folder = EngineFolder(store, engine_id)
-        entry = self._folder.read_engine()
-        if entry is None:
-            raise TransportError(
-                f"engine {engine_id} is not in {store.url}: is its relay running?"
-            )
-        self._entry, self._cache = entry, cache
-        self.id = engine_id
-        self.manifest, self.spec = entry.manifest, entry.spec
-        self.identity = entry.identity
-        self._name = checked_name(reader, "reader")
-        before = self._claim(publishes)
-        self._written = replace(before, instance=this_instance(), publishes=publishes)
-        self._reader = SpoolReader(self._folder, self.spec, before.shard)
-        self._state = self._folder.read_state() or EngineState()
-        self._heartbeat, self._reached = HeartbeatMonitor(), time.monotonic()
-        self._heartbeat.observe(self._state.unix)
-        self._latest = self._folder.latest_draft(self._state.published_version)
+        self._folder, self._entry = folder, entry
+        self.models = cache(models)  # returns the model directories
+        self.lost = ""
+        instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+        self._trainer = TrainerState(instance)  # written last
+        self._collect = self._trainer.collect
+        self._state = EngineState()
+        self._heartbeat = HeartbeatMonitor()
+        # Times of the last access to the storage, and to a new shard or heartbeat.
+        self._reached = self._progress = time.monotonic()
+        self._reader = ShardReader(folder, entry.spec)
+        self._cursor = (1, 0)
         self._lock = threading.Lock()
-        self._queue: deque[_Fetched] = deque()
+        self._queue: deque[_Prefetched] = deque()
         # Purges since the last fetch started: its shard may be older than the purges.
         self._purges: list[int | None] = []
-        self._cursor = (before.shard, before.index)
-        self._collect = Collect.NOTHING if before.paused else Collect.FULL
         self._pending: DraftBlob | None = None
-        self._lost = ""
         self._failing = ""
         self._beat = time.monotonic()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._write_state(force=True)
         if threaded:
-            self._thread = threading.Thread(
-                target=self._run, name=f"vllm-tide-spool-{engine_id}", daemon=True
-            )
+            name = f"vllm-tide-spool-{self.id}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     @property
-    def latest_version(self) -> int:
-        return max(self._latest, self._state.published_version)
+    def id(self) -> str:
+        return self._folder.engine_id
 
-    def models(self) -> tuple[Path, Path]:
-        """Return the model directories; download those that are not on this host."""
-        return local_models(self._folder, self._entry, self._cache)
+    @property
+    def manifest(self) -> EngineManifest:
+        return self._entry.manifest
+
+    @property
+    def spec(self) -> RingSpec:
+        return self._entry.spec
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return self._entry.identity
+
+    @property
+    def ready(self) -> bool:
+        """True if this is the engine's trainer now."""
+        return self._trainer.running
+
+    @property
+    def latest_version(self) -> int:
+        blob, sent = self._pending, draft_version(self._trainer.draft)
+        return max(blob.version if blob else sent, self._state.published_version)
 
     def read(self, limit: int, max_rows: int | None = None) -> list[Record]:
         records: list[Record] = []
         rows = 0
         with self._lock:
-            while len(records) < limit and (max_rows is None or rows < max_rows):
-                while self._queue and not self._queue[0].records:
-                    self._cursor = (self._queue.popleft().number + 1, 0)
-                if not self._queue:
+            while self._queue and len(records) < limit:
+                if max_rows is not None and rows >= max_rows:
                     break
                 shard = self._queue[0]
-                record = shard.records.popleft()
-                shard.taken += 1
-                self._cursor = (shard.number, shard.taken)
-                if record is not None:
-                    records.append(record)
-                    rows += max(record.num_rows, 1)
+                if shard.taken < len(shard.records):
+                    record = shard.take()
+                    if record is not None:
+                        records.append(record)
+                        rows += max(record.num_rows, 1)
+                    self._cursor = (shard.number, shard.taken)
+                else:
+                    self._queue.popleft()
+                    self._cursor = (shard.number + 1, 0)
         return records
 
     def purge(self, tenant: int | None = None) -> int:
         """Drop prefetched records and those of a fetch in progress; never waits.
 
-        Shards in the spool remain: `vllm-tide purge --spool` removes them.
+        The relay removes the stored shards.
         """
         with self._lock:
             self._purges.append(tenant)
-            return sum(_drop(shard.records, tenant) for shard in self._queue)
+            return sum(shard.purge(tenant) for shard in self._queue)
 
     def heartbeat(self) -> None:
-        if self._lost:
-            raise TransportError(self._lost)
+        if self.lost:
+            raise TransportError(self.lost)
         self._beat = time.monotonic()
         if self._thread is None and not self._closing.is_set():
             self.poll()
 
     def alive(self) -> bool:
-        if self._queue:
-            return True
-        if self._state.running and self._heartbeat.fresh:
+        if self._queue or (self._state.running and self._heartbeat.fresh):
             return True
         unread = self._reader.next_shard <= self._state.last_shard
-        return unread and time.monotonic() - self._reached < DEAD_S
+        return unread and time.monotonic() - self._progress < UNREAD_S
 
     def feedback(self) -> WeightsFeedback:
         """Return the feedback that the relay wrote last."""
@@ -210,15 +230,14 @@ class SpoolFeed:
         blob = publication.encode(tensors, version, parent_version, meta)
         with self._lock:
             self._pending = blob
-            self._latest = version
 
     def latest(self) -> Publication | None:
-        version = self.latest_version
-        if self._folder.latest_draft(version) == 0:
+        name = self._trainer.draft
+        if not name:
             return None
         try:
-            return publication.decode(self._folder.read_draft(version))
-        except (MemoryError, WeightsRefused) as refusal:
+            return publication.decode(self._folder.read_draft(name))
+        except WeightsRefused as refusal:
             logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
             return None
 
@@ -244,27 +263,24 @@ class SpoolFeed:
         self._closing.set()
         if self._thread is None:
             self.poll()
-            return
-        if time.monotonic() - self._reached > _CLOSE_S:
-            return  # the storage hangs: the thread exits when it responds
-        timeout = _CLOSE_S if self._pending is None else _CLOSE_WITH_DRAFT_S
-        self._thread.join(timeout=timeout)
+        elif time.monotonic() - self._reached < _CLOSE_S:  # else the storage hangs
+            pending = self._pending is not None
+            self._thread.join(_CLOSE_WITH_DRAFT_S if pending else _CLOSE_S)
 
     def poll(self) -> None:
         """Access the storage once; a failure is logged and retried."""
         try:
-            self._exchange()
-        except DraftConflict as error:
-            self._lost = str(error)
-            self._pending = None
+            if not self.lost:
+                self._exchange()
+        except _Replaced as error:
+            self.lost = str(error)
         except TransportError as error:
-            message = str(error)
-            if message != self._failing:  # log once per cause, not per attempt
-                logger.error("engine %s: %s", self.id, message)
-            self._failing = message
+            if str(error) != self._failing:  # log once per cause, not per attempt
+                logger.error("engine %s: %s", self.id, error)
+            self._failing = str(error)
         except Exception as error:  # otherwise the thread would exit silently
             logger.exception("engine %s: its spool cannot be used", self.id)
-            self._lost = failure_message(error)
+            self.lost = _unexpected(error)
         else:
             self._failing = ""
             self._reached = time.monotonic()
@@ -276,6 +292,10 @@ class SpoolFeed:
 
     def _exchange(self) -> None:
         closing = self._closing.is_set()
+        if not self.ready:
+            if not closing:
+                self._claim()
+            return
         state = self._folder.read_state()
         if state is not None:
             self._heartbeat.observe(state.unix)
@@ -283,221 +303,213 @@ class SpoolFeed:
         while not closing and len(self._queue) < PREFETCHED_SHARDS:
             if not self._fetch():
                 break
-        blob = self._pending
+        if self._state.running and self._heartbeat.fresh:
+            self._progress = time.monotonic()
+        blob, draft = self._pending, self._trainer.draft
         if blob is not None:
-            self._folder.write_draft(blob)
-            with self._lock:
-                if self._pending is blob:  # not replaced by a newer one meanwhile
-                    self._pending = None
+            self._require_ownership()
+            draft = self._folder.write_draft(blob)
         # No heartbeat for a trainer that hangs while this thread runs.
-        if closing or time.monotonic() - self._beat < DEAD_S:
-            self._write_state(running=not closing, force=closing)
+        if closing or blob is not None or time.monotonic() - self._beat < DEAD_S:
+            self._write_trainer(draft, running=not closing)
+        with self._lock:
+            if self._pending is blob:  # not replaced by a newer one meanwhile
+                self._pending = None
 
     def _fetch(self) -> bool:
         with self._lock:
             self._purges.clear()
-        shard = self._reader.fetch(self._state)
-        if shard is None:
+        fetched = self._reader.fetch(self._state.last_shard)
+        if fetched is None:
             return False
-        records: deque[Record | None] = deque(shard.records)
+        shard = _Prefetched(fetched[0], list(fetched[1]))
         with self._lock:
             for tenant in self._purges:
-                _drop(records, tenant)
+                shard.purge(tenant)
             number, index = self._cursor
-            taken = index if number == shard.number and not self._queue else 0
-            for _ in range(min(taken, len(records))):
-                records.popleft()  # read before a restart
-            self._queue.append(_Fetched(shard.number, records, taken))
+            if number == shard.number and not self._queue:  # read before a restart
+                shard.taken = min(index, len(shard.records))
+            self._queue.append(shard)
+        self._progress = time.monotonic()
         return True
 
-    def _write_state(self, *, running: bool = True, force: bool = False) -> None:
+    def _write_trainer(self, draft: str, *, running: bool) -> None:
+        """Write the trainer's state if it has changed or the heartbeat is due."""
         with self._lock:
             shard, index = self._cursor
-        last, now = self._written, time.time()
+        last, now = self._trainer, time.time()
+        moved = replace(last, shard=shard, index=index)
+        state = replace(moved, running=running, collect=self._collect, draft=draft)
         # abs: a clock step in either direction must not suppress the heartbeat.
         age = abs(now - last.unix)
-        full, nothing = (self._collect is c for c in (Collect.FULL, Collect.NOTHING))
-        changed = (last.collect, last.paused) != (full, nothing) or (
-            age >= CURSOR_S and (last.shard, last.index) != (shard, index)
-        )
-        if not (force or changed or age >= BEAT_S):
-            return
-        state = replace(
-            last,
-            unix=now,
-            running=running,
-            collect=full,
-            paused=nothing,
-            shard=shard,
-            index=index,
-        )
-        self._folder.write_reader(self._name, state)
-        self._written = state
+        if age >= BEAT_S or state != (moved if age < CURSOR_S else last):
+            self._require_ownership()
+            self._trainer = replace(state, unix=now)
+            self._folder.write_trainer(self._trainer)
 
-    def _claim(self, publishes: bool) -> ReaderState:
-        """Return this reader's last state; raise if another trainer is using it."""
-        instance, readers = this_instance(), self._folder.read_readers()
-        for name, state in readers.items():
-            same = name == self._name
-            conflict = same or (publishes and state.publishes)
-            if conflict and state.instance != instance and _is_alive(state):
-                verb = "reads" if same else "publishes"
-                raise TransportError(
-                    f"a trainer named {name!r} already {verb} engine {self.id} in "
-                    f"{self._folder.store.url}: stop it, or wait {DEAD_S:.0f} s if it "
-                    "died"
+    def _claim(self) -> None:
+        """Become the engine's trainer; raise _Replaced if another one is alive."""
+        before = self._folder.read_trainer() or TrainerState()
+        until = time.monotonic() + TAKEOVER_S
+        while before.running and time.monotonic() < until:
+            if self._closing.wait(POLL_S):
+                return
+            other = self._folder.read_trainer() or before
+            if other.running and other.unix != before.unix:
+                raise _Replaced(
+                    f"the trainer {other.instance} already trains engine {self.id} in "
+                    f"{self._folder.store.url}: stop it first"
                 )
-        return readers.get(self._name, ReaderState(instance))
+            before = other
+        self._state = self._folder.read_state() or self._state
+        self._reader.next_shard = before.shard
+        self._cursor = (before.shard, before.index)
+        self._collect = before.collect
+        plausible = draft_version(before.draft, self._state.published_version)
+        trainer = replace(
+            before,
+            instance=self._trainer.instance,
+            unix=time.time(),
+            running=True,
+            draft=before.draft if plausible else "",
+        )
+        self._folder.write_trainer(trainer)
+        self._trainer = trainer
+
+    def _require_ownership(self) -> None:
+        """Raise _Replaced if another trainer has started since the last write."""
+        other = self._folder.read_trainer()
+        if other is not None and other.instance != self._trainer.instance:
+            raise _Replaced(
+                f"the trainer {other.instance} has replaced this one for engine "
+                f"{self.id} in {self._folder.store.url}: stop one of them"
+            )
 
 
-def _drop(records: deque[Record | None], tenant: int | None) -> int:
-    """Replace a tenant's records by None, so that the indices of others stay."""
-    removed = 0
-    for _ in range(len(records)):
-        record = records.popleft()
-        if record is not None and tenant in (None, record.tenant):
-            removed += 1
-            record = None
-        records.append(record)
-    return removed
+class _Replaced(TransportError):
+    """Another process is the engine's trainer."""
 
 
-def _is_alive(state: ReaderState) -> bool:
-    """Return whether a trainer may be alive; assumes clock skew below 20 s."""
-    recent = abs(time.time() - state.unix) < DEAD_S
-    return state.running and recent and not instance_gone(state.instance)
+def _unexpected(error: Exception) -> str:
+    """Return a message for an unexpected error (MemoryError, bugs)."""
+    detail = sanitize_for_log(error)
+    return f"the spool cannot be used ({type(error).__name__}: {detail})"
 
 
 class SpoolSource:
-    """Engines with a relay that writes to a spool; see ``SpoolFeed``."""
+    """Engines with a relay that writes to a spool; see ``SpoolFeed``.
+
+    A thread scans the spool, and each feed has a thread. `model`: see `find_models`.
+    """
 
     def __init__(
         self,
         url: str,
         engine_id: str | None = None,
         *,
-        reader: str = "trainer",
+        model: str | None = None,
         cache: Path | None = None,
         threaded: bool = True,
     ) -> None:
-        self._store = open_store(url)
-        self._engine_id, self._reader, self._cache = engine_id, reader, cache
+        self._store = Store(url)
+        self._engine_id, self._model, self._cache = engine_id, model, cache
         self._threaded = threaded
-        self._heartbeats: dict[str, tuple[HeartbeatMonitor, bool]] = {}
-        self._identities: dict[str, dict[str, str] | TransportError] = {}
-        self._listed = self._identities  # at the last `find`
-        self._requested: set[str] = set()
-        self._opened: dict[str, SpoolFeed | TransportError] = {}
-        self._lock = threading.Lock()  # guards these two
+        self._heartbeats: dict[str, HeartbeatMonitor] = {}
+        self._entries: dict[str, EngineEntry | TransportError] = {}
+        self._listed = self._entries  # at the last `find`
+        self._opening: dict[str, SpoolFeed] = {}
         self._failing = ""
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         if not threaded:
             return
         scanned = threading.Event()
         threading.Thread(
-            target=self._work, args=(scanned,), name="vllm-tide-spool-scan", daemon=True
+            target=self._run, args=(scanned,), name="vllm-tide-spool-scan", daemon=True
         ).start()
         scanned.wait(FIRST_SCAN_S)  # so that the first `find` is complete
 
     def find(self) -> list[str]:
         if not self._threaded:
             self._scan()
-        self._listed = self._identities
+        self._listed = self._entries
         return list(self._listed)
 
     def identity(self, engine_id: str) -> dict[str, str]:
-        identity = self._listed[engine_id]
-        if isinstance(identity, TransportError):
-            raise identity
-        return identity
+        return self._entry(engine_id).identity
 
     def open(self, engine_id: str) -> SpoolFeed | None:
+        """Return a feed; None while it is being opened."""
+        feed = self._opening.get(engine_id)
+        if feed is None:
+            entry = self._entry(engine_id)
+            folder = EngineFolder(self._store, engine_id)
+            models = partial(find_models, folder, entry, self._model, self._cache)
+            feed = SpoolFeed(folder, entry, models, threaded=self._threaded)
+            self._opening[engine_id] = feed
         if not self._threaded:
-            return self._attach(engine_id)
-        with self._lock:
-            feed = self._opened.pop(engine_id, None)
-            if feed is None:
-                self._requested.add(engine_id)
-                self._wake.set()
-        if isinstance(feed, TransportError):
-            raise feed
-        return feed
+            feed.poll()
+        if feed.lost:
+            del self._opening[engine_id]
+            feed.close()
+            raise TransportError(feed.lost)
+        return self._opening.pop(engine_id) if feed.ready else None
 
     def gone(self, engine_id: str) -> None:
         """Do nothing: the size and age bounds remove the files of a dead engine."""
 
     def close(self) -> None:
         self._closing.set()
-        self._wake.set()
+        for feed in self._opening.values():
+            feed.close()
 
-    def _work(self, scanned: threading.Event) -> None:
+    def _entry(self, engine_id: str) -> EngineEntry:
+        entry = self._listed[engine_id]
+        if isinstance(entry, TransportError):
+            raise entry
+        return entry
+
+    def _run(self, scanned: threading.Event) -> None:
         while not self._closing.is_set():
             self._scan()
             scanned.set()
-            self._wake.wait(SCAN_S)
-            self._wake.clear()
-            for engine_id in tuple(self._requested):
-                feed: SpoolFeed | TransportError
-                try:
-                    feed = self._attach(engine_id)
-                except Exception as error:  # noqa: BLE001 - as in `_scan`
-                    feed = TransportError(failure_message(error))
-                with self._lock:
-                    self._opened[engine_id] = feed
-                    self._requested.discard(engine_id)
-        for feed in self._opened.values():
-            if not isinstance(feed, TransportError):
-                feed.close()
-
-    def _attach(self, engine_id: str) -> SpoolFeed:
-        return SpoolFeed(
-            self._store,
-            engine_id,
-            reader=self._reader,
-            cache=self._cache,
-            threaded=self._threaded,
-        )
+            self._closing.wait(SCAN_S)
 
     def _scan(self) -> None:
+        problem = ""
         try:
-            ids = engine_ids(self._store)
-            live = [name for name in ids if self._matches(name) and self._alive(name)]
-            self._identities = {name: self._identity(name) for name in live}
+            self._entries = {
+                folder.engine_id: self._read(folder)
+                for folder in engine_folders(self._store)
+                if self._engine_id in (None, folder.engine_id) and self._alive(folder)
+            }
+        except TransportError as error:
+            problem = str(error)
         except Exception as error:  # noqa: BLE001 - keep the thread running
-            if failure_message(error) != self._failing:  # once per cause
-                logger.error("%s", failure_message(error))
-            self._failing = failure_message(error)
-        else:
-            self._failing = ""
+            problem = _unexpected(error)
+        if problem and problem != self._failing:  # once per cause
+            logger.error("%s", problem)
+        self._failing = problem
 
-    def _identity(self, engine_id: str) -> dict[str, str] | TransportError:
-        cached = self._identities.get(engine_id)
-        if isinstance(cached, dict):
+    def _read(self, folder: EngineFolder) -> EngineEntry | TransportError:
+        cached = self._entries.get(folder.engine_id)
+        if isinstance(cached, EngineEntry):
             return cached
         try:
-            entry = EngineFolder(self._store, engine_id).read_engine()
+            entry = folder.read_engine()
         except TransportError as error:
             return error
-        if entry is not None:
-            return entry.identity
-        return TransportError(
-            f"engine {engine_id} is not announced in {self._store.url} yet"
-        )
+        where = f"engine {folder.engine_id} is not announced in {self._store.url} yet"
+        return entry or TransportError(where)
 
-    def _matches(self, engine_id: str) -> bool:
-        return self._engine_id in (None, engine_id)
-
-    def _alive(self, engine_id: str) -> bool:
-        state = EngineFolder(self._store, engine_id).read_state()
+    def _alive(self, folder: EngineFolder) -> bool:
+        state = folder.read_state()
         if state is None or not state.running:
             return False
-        if engine_id not in self._heartbeats:
-            # The first check compares clocks; later checks only whether `unix` changes.
-            recent = abs(time.time() - state.unix) < DEAD_S
-            self._heartbeats[engine_id] = (HeartbeatMonitor(), recent)
-        heartbeat, recent = self._heartbeats[engine_id]
-        heartbeat.observe(state.unix)
-        return heartbeat.fresh and (recent or heartbeat.changed)
+        # Until the heartbeat changes, only the clocks show whether it is old.
+        monitor = self._heartbeats.setdefault(folder.engine_id, HeartbeatMonitor())
+        monitor.observe(state.unix)
+        recent = abs(time.time() - state.unix) < DEAD_S
+        return monitor.fresh and (recent or monitor.changed)
 
 
 Feed = RingFeed | SpoolFeed

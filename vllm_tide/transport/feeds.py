@@ -471,12 +471,16 @@ def open_feeds(
     spool: str | None = None,
     engine_id: str | None = None,
     *,
-    reader: str = "trainer",
+    model: str | None = None,
 ) -> Feeds:
-    """Create feeds for a run directory, a spool or both, or for one engine in them."""
+    """Create feeds for a run directory, a spool or both, or for one engine in them.
+
+    Args:
+        model: The target of the engines of the spool (`spool_models.find_models`).
+    """
     sources: list[Source] = []
     if run_dir is not None:
         sources.append(RunDirSource(run_dir, engine_id))
     if spool is not None:
-        sources.append(SpoolSource(spool, engine_id, reader=reader))
+        sources.append(SpoolSource(spool, engine_id, model=model))
     return Feeds(sources)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,6 +18,8 @@ from vllm_tide.transport.shm import MALFORMED, TransportError
 
 # Configuration keys that do not affect the model.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
+ROWS = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of the target's tensors that a trainer reads."""
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 16
 _MAX_HEADER_BYTES = 100_000_000
@@ -74,13 +76,37 @@ def target_fingerprint(folder: Path) -> str:
                 length = int.from_bytes(file.read(8), "little")
                 digest.update(f"{size}:{length}".encode())
                 digest.update(file.read(min(length, size, _MAX_HEADER_BYTES)))
-                step = max((size - 8 - length) // _NUM_SAMPLES, 1)
-                for at in range(8 + length, size, step):
-                    file.seek(at)
-                    digest.update(file.read(_SAMPLE_BYTES))
+                _sample(digest, file, 8 + length, size)
         except OSError as error:
             raise _unreadable(path, error) from error
     return digest.hexdigest()
+
+
+def rows_fingerprint(folder: Path) -> str:
+    """Return the SHA-256 (hex) of a target's configuration and samples of its rows.
+
+    Covers the tensors named `ROWS`, so a trainer needs no other files of a target.
+    """
+    digest = hashlib.sha256(_config(folder))
+    rows: dict[str, tuple[Path, dict[str, Any], int]] = {}
+    for path in _tensor_files(folder):
+        header, begin = read_header(path)
+        rows |= {n: (path, e, begin) for n, e in header.items() if n.endswith(ROWS)}
+    for name, (path, entry, begin) in sorted(rows.items()):
+        digest.update(f"{name}:{entry['dtype']}:{entry['shape']};".encode())
+        first, end = entry["data_offsets"]
+        try:
+            with open(path, "rb") as file:
+                _sample(digest, file, begin + first, begin + end)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def _sample(digest: hashlib._Hash, file: BinaryIO, begin: int, end: int) -> None:
+    for at in range(begin, end, max((end - begin) // _NUM_SAMPLES, 1)):
+        file.seek(at)
+        digest.update(file.read(min(_SAMPLE_BYTES, end - at)))
 
 
 def draft_fingerprint(folder: Path) -> str:

@@ -1,156 +1,315 @@
 """The spool: records and drafts through storage shared by engines and trainers.
 
-On the engine's host, `vllm-tide relay` drains the ring into the spool and copies drafts
-from the spool to the weights segment. The engine does not access the spool, the trainer
-accesses nothing else. Layout under its URL::
+On the engine's host, `vllm-tide relay` moves records from the ring to the spool, and
+drafts from the spool to the weights segment. The engine does not access the spool, the
+trainer accesses nothing else. Layout under its URL::
 
-    engines/<engine>/engine.json            description of the engine (written once)
-    engines/<engine>/state.json             heartbeat, range of shards, feedback
-    engines/<engine>/records/<n>-<time>.safetensors, <n>.json
-    engines/<engine>/<DRAFTS>/<version>.safetensors, latest.json
-    engines/<engine>/readers/<reader>.json  cursor and requested rows of a trainer
-    engines/<engine>/draft/                 the initial draft of the engine
-    targets/<SHA-256 of files.json>/        embedding and output rows of a target
+    engines/<engine>/engine.json    the engine, and the files of its initial draft
+    engines/<engine>/state.json     of the relay: heartbeat, newest shard, feedback
+    engines/<engine>/trainer.json   of the trainer: heartbeat, cursor, newest draft
+    engines/<engine>/records/<number>-<time>-<CRC-32C>.safetensors
+    engines/<engine>/drafts/<version>-<SHA-256>.safetensors
+    engines/<engine>/initial/<SHA-256>
 
-A manifest (``.json``) is written after the file it describes and contains its size and
-checksum. A file without a manifest is not read, so a writer may die at any time. A
-draft's file contains the bytes of the weights segment; ``latest.json`` is the manifest
-of the newest draft. One relay writes the files of an engine, and one trainer per reader
-name its reader file, without waiting for each other.
+A file is written before the JSON file that refers to it, and its name contains its
+checksum. So a writer may die at any time. An engine has one relay and one trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
+import posixpath
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from vllm_tide.transport.process import Holder
+from vllm_tide.config import without_credentials
 from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
 from vllm_tide.transport.record import RingSpec
-from vllm_tide.transport.rendezvous import EngineManifest, manifest_from
+from vllm_tide.transport.rendezvous import (
+    EngineManifest,
+    is_temporary,
+    make_private,
+    manifest_from,
+    write_private,
+)
+from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import MALFORMED, TransportError, sanitize_for_log
-from vllm_tide.transport.spool_store import ForeignFileError, Store
 
-FORMAT_VERSION = 2
-ENGINES = "engines"
-DRAFTS = "heads"
-MAX_STORED_DRAFTS = 3
-_LATEST = f"{DRAFTS}/latest.json"
+FORMAT_VERSION = 3
 MAX_JSON_BYTES = 16 << 20
-"""Maximum size of a JSON file in a spool (bytes)."""
+MAX_DRAFT_BYTES = 16 << 30
+"""Maximum size of a draft for a trainer; for a relay it is that of its segment."""
+MAX_LEAP = 1 << 36
+"""Maximum plausible increase of a version; a draft beyond it is ignored."""
+NUM_STORED_DRAFTS = 2  # the relay may be reading the last but one
 
 BEAT_S = 2.0
 """Maximum interval between heartbeats of a relay or a trainer (s)."""
 DEAD_S = 20.0
 """Time without a heartbeat (s) after which a peer is considered dead."""
 
-MAX_DRAFT_BYTES = 16 << 30
-"""Maximum size of a draft for a trainer; for a relay it is that of its segment."""
-MAX_LEAP = 1 << 36
-"""Maximum plausible increase of a version; beyond it `latest.json` is invalid."""
+_ENGINES = "engines"
+RECORDS, DRAFTS, INITIAL = "records", "drafts", "initial"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+SHARD_NAME = re.compile(r"([0-9]{12})-([0-9]{1,20})-([0-9a-f]{8})\.safetensors")
+DRAFT_NAME = re.compile(r"([0-9]{19})-([0-9a-f]{64})\.safetensors")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+# The files of an engine, by subfolder; no others are read or removed.
+_FILES = {
+    RECORDS: SHARD_NAME,
+    DRAFTS: DRAFT_NAME,
+    INITIAL: SHA256,
+    "": re.compile(r"(engine|state|trainer)\.json"),
+}
 
 # NaN differs from itself, so a heartbeat of NaN would always look changed.
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 _Label = Annotated[str, AfterValidator(sanitize_for_log)]  # appears in logs
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-FILE_PATTERNS = {
-    "records": re.compile(r"[0-9]{12}(-[0-9]{1,20})?\.(json|safetensors)"),
-    DRAFTS: re.compile(r"([0-9]{12}\.(json|safetensors)|latest\.json)"),
-    "readers": re.compile(rf"{_NAME.pattern}\.json"),
-    "draft": re.compile(r"[!-\-0-~][ -.0-~]*\.(json|safetensors)"),
-    "": re.compile(r"(engine|state)\.json"),
-}
-"""Names of the files in each subfolder of an engine's folder, and in itself (last)."""
+
+
+class StoreError(TransportError):
+    """The storage is not usable at present; a retry may succeed."""
+
+
+class Store:
+    """A set of files with slash-separated names, in any storage that fsspec supports.
+
+    Files are replaced atomically: in a directory by write, sync and rename, in an
+    object store by a put. All methods may raise StoreError.
+
+    Attributes:
+        url: For messages, without credentials.
+
+    Raises:
+        TransportError: The URL is invalid, or the package of its protocol is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = without_credentials(url)
+        self._full_url = url
+        self._fs: Any = None
+        self._root, self._local = "", False
+        with contextlib.suppress(StoreError):  # each access tries again
+            self._connect()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create or replace a file, and its folder if that is missing."""
+        with self._using("written"):
+            path = self._path(name)
+            if self._local:
+                make_private(Path(path).parent)
+                write_private(Path(path), data, durable=True)
+            else:
+                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                self._fs.pipe_file(path, data)
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Read a regular file; None if it is missing or larger than `max_bytes`."""
+        with self._using("read", missing_ok=True):
+            self._fs.invalidate_cache()  # other processes write to it, too
+            info = self._fs.info(self._path(name))
+            if info["type"] == "file" and int(info["size"] or 0) <= max_bytes:
+                return bytes(self._fs.cat_file(self._path(name)))
+        return None
+
+    def read_start(self, name: str, num_bytes: int) -> bytes:
+        """Read the first bytes of a listed file; empty if it was removed."""
+        with self._using("read", missing_ok=True):
+            return bytes(self._fs.cat_file(self._path(name), start=0, end=num_bytes))
+        return b""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the regular files of a folder and their sizes."""
+        return {
+            name: int(entry.get("size") or 0)
+            for name, entry in self._list(folder)
+            if entry["type"] == "file" and not name.startswith(".")
+        }
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the subfolders of a folder, sorted."""
+        entries = self._list(folder)
+        return sorted(name for name, entry in entries if entry["type"] == "directory")
+
+    def remove(self, *names: str) -> list[str]:
+        """Remove files; return those that exist and could not be removed."""
+        failed = []
+        for name in names:
+            try:
+                with self._using("cleaned up", missing_ok=True):
+                    self._fs.rm_file(self._path(name))
+            except StoreError:
+                failed.append(name)
+        return failed
+
+    def remove_unfinished(self, folder: str, min_age_s: float = -math.inf) -> None:
+        """Remove temporary files of killed writers; only directories have them."""
+        if self._local:
+            now = time.time()
+            self.remove(
+                *(
+                    f"{folder}/{name}"
+                    for name, entry in self._list(folder)
+                    if is_temporary(name) and now - entry["mtime"] > min_age_s
+                )
+            )
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder if it exists and is empty."""
+        with self._using("cleaned up"), contextlib.suppress(OSError):
+            self._fs.rmdir(self._path(folder))
+
+    def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        with self._using("read", missing_ok=True):
+            path = self._path(folder)
+            self._fs.invalidate_cache()
+            return [
+                (posixpath.basename(entry["name"].rstrip("/")), entry)
+                for entry in self._fs.ls(path, detail=True)
+                # Object stores list the marker of the folder itself.
+                if entry["name"].rstrip("/") != path
+            ]
+        return []
+
+    def _path(self, name: str) -> str:
+        return "/".join(filter(None, (self._root, name)))
+
+    def _connect(self) -> None:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.implementations.local import (  # type: ignore[import-untyped]
+            LocalFileSystem,
+        )
+
+        with self._converted("opened"):
+            try:
+                fs, self._root = url_to_fs(os.path.expanduser(self._full_url))
+            except (ImportError, ValueError) as error:
+                raise TransportError(self._message("opened", error)) from error
+            self._local = isinstance(fs, LocalFileSystem)
+            if self._local:
+                make_private(Path(self._root))
+                if os.stat(self._root).st_mode & 0o007:
+                    raise StoreError(
+                        f"tide.spool.url: {self._root} is accessible to all users and "
+                        f"would expose request text: chmod o-rwx {self._root}"
+                    )
+            self._fs = fs
+
+    @contextlib.contextmanager
+    def _using(self, verb: str, *, missing_ok: bool = False) -> Iterator[None]:
+        """Connect if necessary, and convert the exceptions of any backend."""
+        if self._fs is None:
+            self._connect()
+        missing = (FileNotFoundError, NotADirectoryError) if missing_ok else ()
+        with self._converted(verb), contextlib.suppress(*missing):
+            yield
+
+    @contextlib.contextmanager
+    def _converted(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except TransportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - backends raise any exception
+            raise StoreError(self._message(verb, error)) from error
+
+    def _message(self, verb: str, error: Exception) -> str:
+        detail = sanitize_for_log(without_credentials(str(error)))
+        return (
+            f"tide.spool.url: {self.url} cannot be {verb} ({type(error).__name__}: "
+            f"{detail}): check the URL, the access rights, the free space, and that "
+            "the package of its protocol is installed"
+        )
 
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An engine as announced by its relay."""
+    """An engine as announced by its relay.
+
+    Attributes:
+        identity: See `transport.identity`; "rows" identifies the target's embedding.
+        draft_files: SHA-256 of each file of the initial draft, by file name.
+    """
 
     manifest: EngineManifest  # pid and paths are invalid on other hosts
     spec: RingSpec
-    identity: dict[str, str]  # see `transport.identity`
+    identity: dict[str, str]
+    draft_files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EngineState:
     """State of an engine, written periodically by its relay."""
 
-    unix: _Number = 0.0  # relay's clock (s); a heartbeat for readers
+    unix: _Number = 0.0  # relay's clock (s); a heartbeat for the trainer
     running: bool = True  # False in the last state before exit
-    first_shard: int = 1  # the oldest that may still exist
-    last_shard: int = 0  # the newest complete one; 0 if there is none
+    last_shard: int = 0  # number of the newest shard; 0 if there was none
     published_version: _Version = 0  # newest draft in the engine's weights segment
     installed_version: _Version = 0  # being served
     refused_version: _Version = 0  # last refused version, 0 if none
     refused_reason: _Label = ""
     swap_pause_ms: _Number = 0.0  # pause of serving in the last installation
-    rows: int = 0  # written to the spool by this relay
     dropped_rows: int = 0  # dropped by the engine, as the ring was full
 
 
 @dataclass(frozen=True)
-class ReaderState:
-    """State of a trainer for one engine."""
+class TrainerState:
+    """State of an engine's trainer, written periodically by it."""
 
-    instance: _Label  # see `this_instance`
-    unix: _Number = 0.0  # trainer's clock (s)
-    running: bool = True  # False in the last state before exit
-    collect: bool = True  # requests full rows, else metadata-only records
-    paused: bool = False  # requests no rows, also after exit
-    publishes: bool = True  # sends drafts to this engine
+    instance: _Label = ""  # host, pid and a random number; empty if there was none
+    unix: _Number = 0.0  # trainer's clock (s); a heartbeat for the relay
+    running: bool = False  # False in the last state before exit
+    collect: Collect = Collect.FULL  # NOTHING applies also after exit
     shard: int = 1  # next shard to read
     index: int = 0  # records of it already read
+    draft: str = ""  # file name of the newest draft, empty if none
 
 
-_State = TypeVar("_State", EngineState, ReaderState)
-
-
-class DraftConflict(TransportError):
-    """Another trainer has published a draft in the meantime."""
+_State = TypeVar("_State", EngineState, TrainerState)
 
 
 class EngineFolder:
     """The folder of one engine in a spool; all methods may raise TransportError."""
 
     def __init__(self, store: Store, engine_id: str) -> None:
+        if not _NAME.fullmatch(engine_id):
+            raise TransportError(
+                f"engine '{sanitize_for_log(engine_id)}': use letters, digits, dot, "
+                "dash and underscore, and no leading dot"
+            )
         self.store = store
         self.engine_id = engine_id
-        self._at = f"{ENGINES}/{checked_name(engine_id, 'engine')}"
 
     def path(self, *names: str) -> str:
-        return "/".join((self._at, *filter(None, names)))
+        return "/".join((_ENGINES, self.engine_id, *filter(None, names)))
 
-    def write_json(self, name: str, value: dict[str, Any], durable: bool) -> None:
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
         text = json.dumps(value, separators=(",", ":"))
-        self.store.write(self.path(name), text.encode(), durable=durable)
+        self.store.write(self.path(name), text.encode())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file; None if it is missing or incomplete."""
-        return parse_json(self.store.read(self.path(name), MAX_JSON_BYTES + 1))
-
-    def read_sized(self, name: str, size: object) -> bytes | None:
-        """Read a file with the size of its manifest, which is not validated."""
-        max_bytes = max(size, 0) + 1 if type(size) is int else 0
-        return self.store.read(self.path(name), max_bytes)
+        """Read a JSON object; None if it is missing, too large or invalid."""
+        raw = self.store.read(self.path(name), MAX_JSON_BYTES)
+        try:
+            value = json.loads(raw or b"")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
 
     def write_engine(self, entry: EngineEntry) -> None:
-        manifest = asdict(entry.manifest)
-        manifest["tide"].pop("spool", None)  # readers have the URL already
-        value = {
-            "format": FORMAT_VERSION,
-            "manifest": manifest,
-            "spec": asdict(entry.spec),
-            "identity": entry.identity,
-        }
-        self.write_json("engine.json", value, durable=True)
+        value = asdict(entry) | {"format": FORMAT_VERSION}
+        value["manifest"]["tide"].pop("spool", None)  # readers have the URL already
+        self.write_json("engine.json", value)
 
     def read_engine(self) -> EngineEntry | None:
         """Read the engine's announcement; None if it is missing or invalid."""
@@ -165,111 +324,77 @@ class EngineFolder:
                 "vllm_tide on both sides"
             )
         try:
-            manifest = manifest_from(value["manifest"])
-            identity = {str(k): str(v) for k, v in value["identity"].items()}
-            return EngineEntry(manifest, RingSpec.from_fields(value["spec"]), identity)
+            manifest, spec = manifest_from(value["manifest"]), value["spec"]
+            identity, files = (
+                {str(k): str(v) for k, v in value[name].items()}
+                for name in ("identity", "draft_files")
+            )
+            return EngineEntry(manifest, RingSpec.from_fields(spec), identity, files)
         except MALFORMED:
             return None
 
     def write_state(self, state: EngineState) -> None:
-        self.write_json("state.json", asdict(state), durable=False)
+        self.write_json("state.json", asdict(state))
 
     def read_state(self) -> EngineState | None:
         """Read the engine's state; None if it is missing or invalid."""
-        return self._read_state_file(EngineState, "state.json")
+        return self._read_state(EngineState, "state.json")
 
-    def write_reader(self, name: str, state: ReaderState) -> None:
-        """Write a trainer's state, durably because it contains the cursor."""
-        self.write_json(f"readers/{name}.json", asdict(state), durable=True)
+    def write_trainer(self, state: TrainerState) -> None:
+        self.write_json("trainer.json", asdict(state))
 
-    def read_reader(self, name: str) -> ReaderState | None:
-        """Read a trainer's state; None if it is missing or invalid."""
-        return self._read_state_file(ReaderState, f"readers/{name}.json")
+    def read_trainer(self) -> TrainerState | None:
+        """Read the trainer's state; None if it is missing or invalid."""
+        return self._read_state(TrainerState, "trainer.json")
 
-    def _read_state_file(self, kind: type[_State], name: str) -> _State | None:
+    def _read_state(self, kind: type[_State], name: str) -> _State | None:
         with contextlib.suppress(ValidationError):
             return TypeAdapter(kind).validate_python(self.read_json(name))
         return None
 
-    def read_readers(self) -> dict[str, ReaderState]:
-        readers = {}
-        for file in self.store.sizes(self.path("readers")):
-            name = file.removesuffix(".json")
-            state = self.read_reader(name) if name != file else None
-            if state is not None:
-                readers[name] = state
-        return readers
+    def shards(self) -> dict[str, int]:
+        """Return the names of all shards, oldest first, and their sizes (bytes)."""
+        sizes = self.store.sizes(self.path(RECORDS))
+        return {name: sizes[name] for name in sorted(sizes) if shard_number(name)}
 
-    def write_draft(self, blob: DraftBlob) -> None:
-        """Store a draft as the latest; raise DraftConflict if it is not newer."""
-        entry = {
-            "version": blob.version,
-            "bytes": len(blob.data),
-            "sha256": blob.sha256.hex(),
-        }
-        latest = self.latest_draft(blob.version)
-        # An equal entry: an earlier write that the storage reported as failed.
-        if blob.version <= latest and self.read_json(_LATEST) != entry:
-            raise DraftConflict(
-                f"engine {self.engine_id}: draft {blob.version} is not newer than "
-                f"{latest} in {self.store.url}: another trainer publishes to it; stop "
-                "one of them"
-            )
-        file = _draft_file(blob.version)
-        self.store.write(self.path(DRAFTS, file), blob.data)
-        self.write_json(_LATEST, entry, durable=True)
-        is_draft = FILE_PATTERNS[DRAFTS].fullmatch
-        names = filter(is_draft, self.store.sizes(self.path(DRAFTS)))
-        for name in sorted(name for name in names if name <= file)[:-MAX_STORED_DRAFTS]:
-            with contextlib.suppress(ForeignFileError):
-                self.store.remove(self.path(DRAFTS, name))
+    def write_draft(self, blob: DraftBlob) -> str:
+        """Store a draft and remove old ones; return its file name."""
+        name = f"{blob.version:019d}-{blob.sha256.hex()}.safetensors"
+        self.store.write(self.path(DRAFTS, name), bytes(blob.data))
+        stored = filter(DRAFT_NAME.fullmatch, self.store.sizes(self.path(DRAFTS)))
+        old = sorted(other for other in stored if other <= name)[:-NUM_STORED_DRAFTS]
+        self.store.remove(*(self.path(DRAFTS, each) for each in old))
+        return name
 
-    def latest_draft(self, known: int = 0) -> int:
-        """Return the version of the latest draft; 0 if there is none.
-
-        Args:
-            known: An earlier version; one more than `MAX_LEAP` greater is invalid.
-        """
-        return _version(self.read_json(_LATEST) or {}, known)
-
-    def read_draft(self, known: int = 0, limit: int = MAX_DRAFT_BYTES) -> DraftBlob:
-        """Read the latest draft, of at most `limit` bytes, without verifying it.
+    def read_draft(self, name: str, max_bytes: int = MAX_DRAFT_BYTES) -> DraftBlob:
+        """Read a draft without verifying it.
 
         Raises:
-            WeightsRefused: With reason empty, truncated, format or segment.
+            WeightsRefused: It is larger than `max_bytes` (reason "segment").
+            StoreError: It cannot be read at present.
         """
-        entry = self.read_json(_LATEST)
-        if entry is None:
-            raise WeightsRefused("empty", "no draft has been stored yet")
-        try:
-            if not (version := _version(entry, known)):
-                raise ValueError(version)
-            size = int(entry["bytes"])
-            digest = bytes.fromhex(entry["sha256"])
-        except MALFORMED as error:
-            raise WeightsRefused(
-                "format",
-                f"the draft of engine {self.engine_id} in {self.store.url} was stored "
-                "by another version: run the same vllm_tide on both sides",
-            ) from error
-        if size > limit:
-            raise WeightsRefused(
-                "segment", f"draft {version} has {size} bytes, more than {limit}"
-            )
-        body = self.read_sized(f"{DRAFTS}/{_draft_file(version)}", size)
-        if body is None or len(body) != size:
-            raise WeightsRefused("truncated", f"draft {version} is incomplete")
-        return DraftBlob(version, digest, body)
+        version, digest = draft_version(name), bytes.fromhex(name[20:84])
+        size = self.store.sizes(self.path(DRAFTS)).get(name, 0)
+        if size > max_bytes:
+            reason = f"draft {version} has {size} bytes, more than {max_bytes}"
+            raise WeightsRefused("segment", reason)
+        data = self.store.read(self.path(DRAFTS, name), max_bytes)
+        if data is None:
+            raise StoreError(f"draft {version} is not in {self.store.url}")
+        return DraftBlob(version, digest, data)
 
+    def remove_unfinished(self, min_age_s: float = -math.inf) -> None:
+        """Remove temporary files of killed writers."""
+        for part in _FILES:
+            self.store.remove_unfinished(self.path(part), min_age_s)
 
-def _version(entry: dict[str, Any], known: int) -> int:
-    version = entry.get("version")
-    limit = min(known + MAX_LEAP, MAX_VERSION)
-    return version if type(version) is int and 0 < version <= limit else 0
-
-
-def _draft_file(version: int) -> str:
-    return f"{version:012d}.safetensors"
+    def remove(self) -> None:
+        """Remove the files of the engine, and its folders if they are empty then."""
+        self.remove_unfinished()
+        for part, pattern in _FILES.items():
+            names = filter(pattern.fullmatch, self.store.sizes(self.path(part)))
+            self.store.remove(*(self.path(part, name) for name in names))
+            self.store.remove_folder(self.path(part))
 
 
 class HeartbeatMonitor:
@@ -293,60 +418,24 @@ class HeartbeatMonitor:
         return time.monotonic() - self._changed_at < self._timeout_s
 
 
-def engine_ids(store: Store) -> list[str]:
-    """Return all engines of a spool that were not removed."""
-    return [name for name in store.folders(ENGINES) if _NAME.fullmatch(name)]
+def engine_folders(store: Store) -> Iterable[EngineFolder]:
+    """Return the folders of all engines of a spool."""
+    names = filter(_NAME.fullmatch, store.folders(_ENGINES))
+    return [EngineFolder(store, name) for name in names]
 
 
-def checked_name(name: str, kind: str) -> str:
-    """Return a name if it is valid in a path, else raise TransportError."""
-    if not _NAME.fullmatch(name):
-        raise TransportError(
-            f"{kind} '{sanitize_for_log(name)}': use letters, digits, dot, dash and "
-            "underscore, and no leading dot"
-        )
-    return name
+def shard_number(name: str) -> int:
+    """Return the shard number in a file name; 0 for other files."""
+    match = SHARD_NAME.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
-def this_instance() -> str:
-    """Return an id of this process, unique among hosts: boot, namespace, pid, start."""
-    process = Holder.current()
-    return f"{_boot_id()}:{process.namespace}:{process.pid}:{process.start}"
+def draft_version(name: str, known: int = MAX_VERSION) -> int:
+    """Return the version in a draft's file name; 0 if it is invalid.
 
-
-def instance_gone(instance: str) -> bool:
-    """Return whether a process is dead; False if that cannot be determined here."""
-    try:
-        boot, namespace, pid, start = instance.split(":")
-        holder = Holder(int(pid), int(start), int(namespace))
-    except ValueError:
-        return False
-    return boot == _boot_id() and holder.alive() is False
-
-
-def failure_message(error: Exception) -> str:
-    """Return the message of an error; also of unexpected ones (MemoryError, bugs)."""
-    if isinstance(error, TransportError):
-        return str(error)
-    detail = sanitize_for_log(error)
-    return f"the spool cannot be used ({type(error).__name__}: {detail})"
-
-
-def parse_json(raw: bytes | None) -> dict[str, Any] | None:
-    """Parse a JSON object; None if the bytes are not one."""
-    if raw is None or len(raw) > MAX_JSON_BYTES:
-        return None
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _boot_id() -> str:
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file,
-    ):
-        return file.read().strip()
-    return "unknown"
+    Args:
+        known: A version that was seen; one more than `MAX_LEAP` greater is invalid.
+    """
+    match = DRAFT_NAME.fullmatch(name)
+    version = int(match[1]) if match else 0
+    return version if version <= min(known + MAX_LEAP, MAX_VERSION) else 0

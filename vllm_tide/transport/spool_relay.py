@@ -1,4 +1,4 @@
-"""The relay: copies records of one engine's ring to a spool, and drafts back.
+"""The relay: moves records of one engine's ring to a spool, and drafts back.
 
 It is a separate process on the engine's host. If the storage is slow or unavailable,
 only the ring fills up. For the engine, the relay is a trainer.
@@ -6,6 +6,7 @@ only the ring fills up. For the engine, the relay is a trainer.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,35 +16,34 @@ from typing import Any
 
 from vllm_tide.config import SpoolConfig
 from vllm_tide.transport.admin import AdminSocket, Answer
-from vllm_tide.transport.identity import identity_of
+from vllm_tide.transport.identity import identity_of, rows_fingerprint
 from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.record import tenant_of
-from vllm_tide.transport.rendezvous import (
-    EngineManifest,
-    reclaim_orphans,
-)
+from vllm_tide.transport.rendezvous import EngineManifest, reclaim_orphans
 from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.shm import TransportError, sanitize_for_log
 from vllm_tide.transport.spool import (
     BEAT_S,
+    INITIAL,
     EngineEntry,
     EngineFolder,
     EngineState,
     HeartbeatMonitor,
-    failure_message,
+    Store,
+    StoreError,
+    draft_version,
 )
-from vllm_tide.transport.spool_models import upload_models
-from vllm_tide.transport.spool_store import Store
-from vllm_tide.transport.spool_writer import SpoolWriter
+from vllm_tide.transport.spool_shard import Bounds, ShardWriter, purge_shards
 from vllm_tide.transport.tenant import purged_tenant
-from vllm_tide.transport.weights import WeightsRefused, WeightsWriter
+from vllm_tide.transport.weights import WeightsWriter
 
 logger = logging.getLogger("vllm_tide.relay")
 
 IDLE_SLEEP_S = 0.05
 POLL_S = 0.5
-"""Interval between checks for drafts, trainers and purges (s)."""
-_DRAIN_BATCH = 256
+"""Interval between accesses to the storage (s)."""
+RETRY_S = 5.0
+"""Interval between accesses to a storage that failed (s)."""
 _DRAIN_LIMIT_S = 1.0
 # Limit, as the engine may write records faster than the relay drains them.
 _EMPTY_LIMIT_S = 2.0
@@ -53,7 +53,7 @@ class Relay:
     """Connects one engine of this host, announced in `run_dir`, to a spool.
 
     Raises:
-        TransportError: Ring, weights segment or spool cannot be used.
+        TransportError: Ring, weights segment or models of the engine cannot be read.
     """
 
     def __init__(
@@ -65,29 +65,23 @@ class Relay:
     ) -> None:
         self._manifest, self._run_dir = manifest, run_dir
         self._folder = EngineFolder(store, manifest.engine_id)
+        rows = rows_fingerprint(Path(manifest.target_path))
+        self._identity = identity_of(manifest) | {"rows": rows}
         self._reader = RingReader.attach(manifest.ring)
         try:
             self._weights = WeightsWriter.attach(manifest.weights)
         except BaseException:
             self._reader.close()
             raise
+        self._writer = ShardWriter(self._folder)
+        self._bounds = Bounds(self._folder, config)
         self._admin = AdminSocket("relay", run_dir)
-        try:
-            spec, identity = self._reader.spec, identity_of(manifest)
-            self._writer = SpoolWriter(self._folder, config)
-            identity["rows"] = upload_models(self._folder, manifest)
-            self._folder.write_engine(EngineEntry(manifest, spec, identity))
-        except BaseException:
-            self.close()
-            raise
-        self._purged = 0
-        self._state = EngineState()
-        self._state_time = 0.0
-        self._next_poll = 0.0
-        self._readers: dict[str, HeartbeatMonitor] = {}
+        self._announced = self._stopping = False
+        self._state = EngineState()  # written last
+        self._trainer = HeartbeatMonitor()
         self._seen_draft = self._weights.latest_version
         self._refused = (0, "")
-        self._stopping = False
+        self._next_poll = 0.0
         self._failing = ""
 
     def stop(self) -> None:
@@ -125,12 +119,9 @@ class Relay:
         self._reader.heartbeat()
         taken = self._drain()
         now = time.monotonic()
-        full = self._writer.due() and not self._writer.blocked
-        if full or now >= self._next_poll:
-            self._next_poll = now + POLL_S
-            # Purges first: purged records must not be written.
-            if self._storage_works(self._answer_purges, self._exchange):
-                self._failing = ""
+        if now >= self._next_poll or (self._writer.due() and not self._failing):
+            works = self._storage_works(self._answer_purges, self._exchange)
+            self._next_poll = now + (POLL_S if works else RETRY_S)
         return taken
 
     def close(self) -> None:
@@ -139,168 +130,185 @@ class Relay:
         self._weights.close()
         self._admin.close()
 
-    def _drain(self) -> int:
-        until = time.monotonic() + _DRAIN_LIMIT_S
-        taken = 0
-        # Read nothing while a shard waits for the storage: this bounds the memory.
-        while not self._writer.blocked and time.monotonic() < until:
-            for _ in range(_DRAIN_BATCH):
-                body = self._reader.take()
-                if body is None:
-                    return taken
-                self._writer.add(body)
-                taken += 1
-                if self._writer.due():
-                    break
-            if self._writer.due():
-                break
-        return taken
+    def purge(self, tenant: int | None) -> dict[str, int]:
+        """Remove a tenant's records (None: all) from ring, memory and spool.
 
-    def _empty_ring(self, *purged: int | None) -> bool:
-        """Drain the ring, drop records of purged tenants; return whether it is empty.
+        Returns:
+            Number of records that were not stored yet, and of removed shards.
 
-        Memory is bounded by the ring and the records that an engine writes in 2 s.
+        Raises:
+            TransportError: The storage failed, or the engine writes records faster
+                than they are read: purge again.
         """
+        records = self._writer.purge(tenant)
         until = time.monotonic() + _EMPTY_LIMIT_S
-        while time.monotonic() < until:
-            body = self._reader.take()
-            if body is None:
-                return True
-            if None in purged or tenant_of(body) in purged:
-                self._purged += 1
+        while (record := self._reader.take()) is not None:
+            if tenant in (None, tenant_of(record)):
+                records += 1
             else:
-                self._writer.add(body)
-        return False
+                self._writer.add(record)
+            if time.monotonic() >= until:
+                raise TransportError(f"the ring is not empty after {_EMPTY_LIMIT_S} s")
+        shards = purge_shards([self._folder], tenant)
+        logger.info(
+            "engine %s: a purge removed %d records and %d shards",
+            self._folder.engine_id,
+            records,
+            shards,
+        )
+        return {"records": records, "shards": shards}
 
     def _answer_purges(self) -> None:
         self._admin.poll(self._execute)
 
-    def _execute(self, request: dict[str, Any]) -> Answer | None:
-        """Purge the ring and the buffers; the operator's command purges the spool."""
+    def _execute(self, request: dict[str, Any]) -> Answer:
         if request["do"] != "purge":
             return {"ok": False, "error": "a relay executes the command purge only"}
         tenant = purged_tenant(request)
-        self._purged += self._writer.purge(tenant)
-        if not self._empty_ring(tenant):
-            return None  # repeated in the next iteration
-        removed, self._purged = self._purged, 0
-        engine = self._folder.engine_id
-        logger.info("engine %s: a purge removed %d records", engine, removed)
-        return {"ok": True, "removed": {"records": removed}, "engines": [engine]}
+        try:
+            removed = self.purge(tenant)
+        except TransportError as error:
+            return {"ok": False, "error": str(error)}
+        return {"ok": True, "removed": removed, "engines": [self._folder.engine_id]}
+
+    def _drain(self) -> int:
+        until = time.monotonic() + _DRAIN_LIMIT_S
+        taken = 0
+        # Read nothing while a shard waits for the storage: this bounds the memory.
+        while not self._writer.due() and time.monotonic() < until:
+            record = self._reader.take()
+            if record is None:
+                break
+            self._writer.add(record)
+            taken += 1
+        return taken
 
     def _exchange(self) -> None:
-        """Exchange shards, drafts and states with the storage."""
+        """Exchange shards, states and drafts with the storage."""
+        if not self._announced:
+            self._announce()
         if self._writer.due():
-            self._writer.flush()
-        self._writer.enforce_bounds()
-        self._forward_draft()
-        self._update_collect()
+            self._bounds.note(self._writer.flush())
         self._write_state()
+        if self._bounds.due():
+            self._bounds.enforce()
+        self._follow_trainer()
 
-    def _forward_draft(self) -> None:
-        """Copy the newest draft to the weights segment."""
-        last = self._seen_draft
-        version = self._folder.latest_draft(last)
-        if version <= self._seen_draft:
-            return
-        self._seen_draft = version
-        try:
-            blob = self._folder.read_draft(last, self._weights.max_bytes)
-            # It may be newer than `version`.
-            self._seen_draft = version = blob.version
-            blob.verify()
-        except WeightsRefused as refusal:
-            self._refuse(version, refusal.reason, refusal.sentence)
-            return
-        except TransportError:
-            self._seen_draft = self._weights.latest_version  # retry
-            raise
-        try:
-            self._weights.put(blob)
-        except TransportError as error:
-            # Permanent: the draft does not fit into the segment.
-            self._refuse(version, "segment", str(error))
-        else:
-            logger.info(
-                "engine %s: draft %d published", self._folder.engine_id, version
-            )
+    def _announce(self) -> None:
+        """Store the initial draft and the description of the engine."""
+        self._writer.resume()
+        self._write_state()  # a folder without a heartbeat is removed
+        folder, draft = self._folder, Path(self._manifest.draft_path)
+        stored = folder.store.sizes(folder.path(INITIAL))
+        files = {}
+        for path in (draft / "config.json", *sorted(draft.glob("*.safetensors"))):
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise TransportError(f"cannot read {path}: {error.strerror}") from error
+            files[path.name] = digest = hashlib.sha256(data).hexdigest()
+            if stored.get(digest) != len(data):
+                folder.store.write(folder.path(INITIAL, digest), data)
+        spec = self._reader.spec
+        folder.write_engine(EngineEntry(self._manifest, spec, self._identity, files))
+        self._announced = True
 
-    def _refuse(self, version: int, reason: str, message: str) -> None:
-        self._refused = (version, reason)
-        logger.warning(
-            "engine %s: draft %d of the spool is refused: %s",
-            self._folder.engine_id,
-            version,
-            sanitize_for_log(message),
-        )
+    def _follow_trainer(self) -> None:
+        """Set the rows that the trainer requests, and copy its newest draft.
 
-    def _update_collect(self) -> None:
-        """Set the largest request of the live trainers; full rows if there is none.
-
-        Without a live trainer, rows are spooled for the next one unless the last one
-        was paused.
+        Without a live trainer, full rows are spooled for the next one unless the last
+        one was paused.
         """
-        requests = set()
-        for name, state in self._folder.read_readers().items():
-            heartbeat = self._readers.setdefault(name, HeartbeatMonitor())
-            heartbeat.observe(state.unix)
-            if state.paused:
-                requests.add(Collect.NOTHING)
-            elif state.running and heartbeat.fresh:
-                requests.add(Collect.FULL if state.collect else Collect.METADATA)
-        order = (Collect.FULL, Collect.METADATA, Collect.NOTHING)
-        mode = next((each for each in order if each in requests), Collect.FULL)
-        self._reader.set_collect(mode)
+        trainer = self._folder.read_trainer()
+        if trainer is None:
+            self._reader.set_collect(Collect.FULL)
+            return
+        self._trainer.observe((trainer.instance, trainer.unix))
+        alive = trainer.running and self._trainer.fresh
+        follow = alive or trainer.collect is Collect.NOTHING
+        self._reader.set_collect(trainer.collect if follow else Collect.FULL)
+        version = draft_version(trainer.draft, self._seen_draft)
+        if version > self._seen_draft:
+            self._forward_draft(trainer.draft, version)
+            self._seen_draft = version
+
+    def _forward_draft(self, name: str, version: int) -> None:
+        try:
+            blob = self._folder.read_draft(name, self._weights.max_bytes)
+            blob.verify()
+            self._weights.put(blob)
+        except StoreError:  # retried
+            raise
+        except TransportError as error:
+            self._refused = (version, getattr(error, "reason", "segment"))
+            logger.warning(
+                "engine %s: draft %d of the spool is refused: %s",
+                self._folder.engine_id,
+                version,
+                sanitize_for_log(error),
+            )
+        else:
+            message = "engine %s: draft %d published"
+            logger.info(message, self._folder.engine_id, version)
 
     def _write_state(self, *, running: bool = True) -> None:
-        feedback = self._weights.feedback()
-        refused, reason = feedback.refused_version, feedback.refused_reason
-        if self._refused[0] > refused:
-            refused, reason = self._refused
+        feedback, now = self._weights.feedback(), steady_unix()
+        refused = (feedback.refused_version, feedback.refused_reason)
+        refused_version, reason = max(refused, self._refused)
         state = EngineState(
-            unix=self._state_time,
+            unix=self._state.unix,
             running=running,
-            first_shard=self._writer.first,
             last_shard=self._writer.last,
             published_version=self._weights.latest_version,
             installed_version=feedback.installed_version,
-            refused_version=refused,
+            refused_version=refused_version,
             refused_reason=reason,
             swap_pause_ms=feedback.swap_pause_ms_last,
-            rows=self._writer.rows,
             dropped_rows=self._reader.stats().dropped_rows,
         )
-        now = steady_unix()  # the clock of the shards' timestamps
-        if state == self._state and abs(now - self._state_time) < BEAT_S:
-            return
-        self._folder.write_state(replace(state, unix=now))
-        self._state_time = now
-        self._state = replace(state, unix=now)
+        if state != self._state or abs(now - state.unix) >= BEAT_S:
+            state = replace(state, unix=now)
+            self._folder.write_state(state)
+            self._state = state
 
     def _finish(self) -> None:
         """Write the remaining records; they are lost if the spool fails."""
-        self._storage_works(self._answer_purges, self._flush_all, self._write_end)
+        self._storage_works(self._answer_purges, self._store_all)
 
-    def _flush_all(self) -> None:
-        if self._writer.blocked:
-            self._writer.flush()
-        self._empty_ring()
-        while self._writer.flush():
-            pass
-
-    def _write_end(self) -> None:
-        self._write_state(running=False)
+    def _store_all(self) -> None:
+        """Store what is in memory, then once what is in the ring, and an end state."""
+        if not self._announced:
+            self._announce()
+        try:
+            if self._writer.blocked:
+                self._writer.flush()
+            until = time.monotonic() + _EMPTY_LIMIT_S
+            while time.monotonic() < until:
+                record = self._reader.take()
+                if record is None:
+                    break
+                self._writer.add(record)
+            while self._writer.flush():
+                pass
+        finally:
+            self._write_state(running=False)
 
     def _storage_works(self, *steps: Callable[[], None]) -> bool:
         """Run all steps, also after a failure; return whether all succeeded."""
-        works = True
+        problem = ""
         for step in steps:
             try:
                 step()
+            except TransportError as error:
+                problem = str(error)
             except Exception as error:  # noqa: BLE001 - continue to drain the ring
-                works = False
-                message = failure_message(error)
-                if message != self._failing:  # log once per cause, not per attempt
-                    logger.error("engine %s: %s", self._folder.engine_id, message)
-                self._failing = message
-        return works
+                kind, detail = type(error).__name__, sanitize_for_log(error)
+                problem = f"the spool cannot be used ({kind}: {detail})"
+            else:
+                continue
+            if problem != self._failing:  # log once per cause, not per attempt
+                logger.error("engine %s: %s", self._folder.engine_id, problem)
+            self._failing = problem
+        if not problem:
+            self._failing = ""
+        return not problem

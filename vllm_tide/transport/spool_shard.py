@@ -1,146 +1,99 @@
-"""A shard of a spool: encoded records in one safetensors file, and its reader.
+"""Shards of a spool: encoded records in one safetensors file each.
 
-Two tensors: ``records``, the concatenated bytes of all records, and ``offsets`` (int64
-[n + 1]), where each record starts. Any safetensors reader can open it. The bytes of a
-record are those of the ring: they are neither converted nor decoded by the relay.
+A shard has two tensors, ``records``, the bytes of all records, and ``offsets`` (int64
+[n + 1]), where each record starts. Its metadata lists the tenants, so that a purge
+reads headers only. The bytes of a record are those of the ring: the relay neither
+converts nor decodes them. The file name contains number, creation time and CRC-32C.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 import time
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, serialize
 
 from vllm_tide import _shm
+from vllm_tide.config import SpoolConfig
+from vllm_tide.transport.process import steady_unix
 from vllm_tide.transport.publication import tensor_spec
-from vllm_tide.transport.record import (
-    FORMAT_VERSION,
-    META,
-    Record,
-    RecordError,
-    RingSpec,
-    decode,
-)
+from vllm_tide.transport.record import Record, RecordError, RingSpec, decode, tenant_of
+from vllm_tide.transport.rendezvous import ABANDONED_S
 from vllm_tide.transport.shm import MALFORMED, sanitize_for_log
-from vllm_tide.transport.spool import EngineFolder, EngineState
-from vllm_tide.transport.tenant import NO_TENANT
+from vllm_tide.transport.spool import (
+    MAX_JSON_BYTES,
+    RECORDS,
+    SHARD_NAME,
+    EngineFolder,
+    HeartbeatMonitor,
+    StoreError,
+    engine_folders,
+    shard_number,
+)
 
 logger = logging.getLogger("vllm_tide.spool")
 
-RECORDS = "records"
 MAX_SHARD_BYTES = 1 << 28
 """Maximum size of a shard; normally 16 MiB and one record (`ring.MAX_RECORD_BYTES`)."""
-# Names in manifests and listings are not validated otherwise.
-SHARD_FILE = re.compile(r"([0-9]{12})(?:-([0-9]{1,20}))?\.(json|safetensors)")
-# A shared file system may show the state before the shard: retry a few times.
-_ATTEMPTS = 3
+SHARD_BYTES = 16 << 20
+"""Size at which a shard is closed (bytes); large, for few requests."""
+SHARD_SECONDS = 5.0
+"""Age at which a shard is closed (s); short, as the trainer may be waiting."""
+ENFORCE_S = 60.0
+"""Interval between checks of the bounds (s)."""
+# Shards are removed down to this share of the limit, so that not every new shard causes
+# a scan of the whole spool.
+_KEEP_SHARE = 0.95
+_HEADER_BYTES = 1 << 16
 
 
 class ShardDamaged(ValueError):
-    """A shard does not match its manifest; the message describes the difference."""
+    """A shard is damaged; the message describes how."""
 
 
-class ShardBuilder:
-    """Collects records for one shard."""
-
-    def __init__(self) -> None:
-        self._records: list[tuple[np.ndarray, int, int]] = []  # bytes, rows, tenant
-        self.num_bytes = 0
-        self.started = time.monotonic()
-
-    @property
-    def num_records(self) -> int:
-        return len(self._records)
-
-    def add(self, body: np.ndarray) -> None:
-        """Add the bytes of a record, as returned by `RingReader.take`."""
-        if not self._records:
-            self.started = time.monotonic()
-        about = np.frombuffer(body, META, 1)[0]
-        self._records.append((body, int(about["rows"]), int(about["tenant"])))
-        self.num_bytes += len(body)
-
-    def drop(self, tenant: int | None) -> int:
-        """Drop the records of a tenant (None: all records); return how many."""
-        before = self.num_records
-        self._replace([r for r in self._records if tenant not in (None, r[2])])
-        return before - self.num_records
-
-    def split(self, num_bytes: int) -> ShardBuilder:
-        """Remove and return the first records, until they have `num_bytes`."""
-        ends = np.cumsum([len(body) for body, *_ in self._records])
-        first, count = ShardBuilder(), int(np.searchsorted(ends, num_bytes)) + 1
-        first._replace(self._records[:count])
-        self._replace(self._records[count:])
-        return first
-
-    def _replace(self, records: list[tuple[np.ndarray, int, int]]) -> None:
-        self._records = records
-        self.num_bytes = sum(len(body) for body, *_ in records)
-
-    def build(self, number: int, created_unix: float) -> tuple[dict[str, Any], bytes]:
-        """Return the shard's manifest and its file.
-
-        The manifest lists the tenant ids, so that a purge need not read the shards.
-        """
-        bodies = [body for body, *_ in self._records]
-        offsets = np.cumsum([0, *map(len, bodies)], dtype=np.int64)
-        records = np.concatenate(bodies)
-        tensors = {
-            "offsets": tensor_spec("int64", [len(offsets)], offsets),
-            "records": tensor_spec("uint8", [len(records)], records),
-        }
-        file = bytes(serialize(tensors, {"format": "vllm_tide records"}))
-        manifest = {
-            "shard": number,
-            "file": f"{number:012d}-{int(created_unix)}.safetensors",
-            "record_format": FORMAT_VERSION,
-            "bytes": len(file),
-            "crc32c": _shm.crc32c(file),
-            "records": len(bodies),
-            "rows": sum(rows for _, rows, _ in self._records),
-            "created_unix": created_unix,
-            "tenants": sorted({tenant for *_, tenant in self._records} - {NO_TENANT}),
-        }
-        return manifest, file
+def build_shard(
+    records: Sequence[np.ndarray], number: int, created_unix: float
+) -> tuple[str, bytes]:
+    """Return the file name and the bytes of a shard."""
+    offsets = np.cumsum([0, *map(len, records)], dtype=np.int64)
+    data = np.concatenate(records)
+    tensors = {
+        "offsets": tensor_spec("int64", [len(offsets)], offsets),
+        "records": tensor_spec("uint8", [len(data)], data),
+    }
+    tenants = sorted({tenant_of(record) for record in records})
+    text = ",".join(f"{tenant:x}" for tenant in tenants)
+    file = bytes(serialize(tensors, {"tenants": text}))
+    crc = _shm.crc32c(file)
+    return f"{number:012d}-{int(created_unix)}-{crc:08x}.safetensors", file
 
 
-def read_shard(
-    manifest: dict[str, Any], body: bytes, spec: RingSpec
-) -> tuple[list[Record], int]:
+def read_shard(name: str, file: bytes, spec: RingSpec) -> tuple[list[Record], int]:
     """Verify and decode a shard; return records and the number of invalid ones.
 
     Each record is a separate copy, so that it does not keep the shard in memory.
 
     Raises:
-        ShardDamaged: The shard does not match its manifest.
+        ShardDamaged: Its checksum or its offsets are wrong.
     """
+    match = SHARD_NAME.fullmatch(name)
+    if match is None or _shm.crc32c(file) != int(match[3], 16):
+        raise ShardDamaged("its checksum differs")
     try:
-        if manifest["record_format"] != FORMAT_VERSION:
-            raise ShardDamaged(
-                f"record format {sanitize_for_log(manifest['record_format'])}, not "
-                f"{FORMAT_VERSION}: run the same vllm_tide on both sides"
-            )
-        if (len(body), _shm.crc32c(body)) != (manifest["bytes"], manifest["crc32c"]):
-            raise ShardDamaged("size or checksum differ from the manifest")
-        tensors = dict(deserialize(body))  # type: ignore[no-untyped-call]
+        tensors = dict(deserialize(file))  # type: ignore[no-untyped-call]
         offsets = np.frombuffer(tensors["offsets"]["data"], np.int64)
         data = np.frombuffer(tensors["records"]["data"], np.uint8)
-        # Overlapping records could multiply the memory of a small file.
-        ascending = len(offsets) > 1 and (offsets[1:] > offsets[:-1]).all()
-        if not ascending or (offsets[0], offsets[-1]) != (0, len(data)):
-            raise ShardDamaged("offsets do not ascend from start to end")
     except (SafetensorError, *MALFORMED) as error:
-        if isinstance(error, ShardDamaged):
-            raise
         raise ShardDamaged(f"unreadable ({sanitize_for_log(error)})") from error
+    # Overlapping records could multiply the memory of a small file.
+    ascending = len(offsets) > 1 and (offsets[1:] > offsets[:-1]).all()
+    if not ascending or (offsets[0], offsets[-1]) != (0, len(data)):
+        raise ShardDamaged("offsets do not ascend from start to end")
     records: list[Record] = []
     invalid = 0
     for begin, end in pairwise(offsets.tolist()):
@@ -154,16 +107,8 @@ def read_shard(
     return records, invalid
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Number and records of a shard."""
-
-    number: int
-    records: list[Record]
-
-
-class SpoolReader:
-    """Reads one engine's shards.
+class ShardReader:
+    """Reads one engine's shards in order.
 
     Attributes:
         next_shard: Number of the shard that :meth:`fetch` returns next.
@@ -174,72 +119,211 @@ class SpoolReader:
         self, folder: EngineFolder, spec: RingSpec, next_shard: int = 1
     ) -> None:
         self._folder, self._spec = folder, spec
+        self._listed: deque[tuple[str, int]] = deque()
         self.next_shard = next_shard
         self.skipped: Counter[str] = Counter()
-        self._failed = 0
 
-    def fetch(self, state: EngineState) -> Shard | None:
-        """Read the next shard; None if `state` has none or it is unreadable."""
-        if self.next_shard < state.first_shard:
-            self._skip_to(min(state.first_shard, state.last_shard + 1))
-        if self.next_shard > state.last_shard:
+    def fetch(self, last_shard: int) -> tuple[int, list[Record]] | None:
+        """Return number and records of the next shard, None if there is none yet.
+
+        A missing shard is skipped once a later one is listed, up to `last_shard`: the
+        folder of a shared file system may be listed as it was a minute ago.
+        """
+        if self.next_shard > last_shard:
             return None
-        number = self.next_shard
-        manifest = self._folder.read_json(manifest_name(number)) or {}
-        file, body, damage = str(manifest.get("file")), None, ""
-        size = manifest.get("bytes")
-        if type(size) is int and size > MAX_SHARD_BYTES:
-            damage = f"size {sanitize_for_log(size)} exceeds {MAX_SHARD_BYTES} bytes"
-        elif shard_number(file) == number:
-            body = self._folder.read_sized(f"{RECORDS}/{file}", size)
-        if body is None:
-            self._failure(damage, state)
-            return None
-        try:
-            records, invalid = read_shard(manifest, body, self._spec)
-        except ShardDamaged as error:
-            self._failure(str(error), state)
-            return None
-        self._failed = 0
-        self.skipped["unfit"] += invalid
-        self.next_shard = number + 1
-        return Shard(number, records)
-
-    def _failure(self, damage: str, state: EngineState) -> None:
-        self._failed += 1
-        if self._failed < _ATTEMPTS:
-            return
-        self._failed = 0
-        if damage:
-            logger.warning(
-                "engine %s: shard %d is skipped: %s",
-                self._folder.engine_id,
-                self.next_shard,
-                damage,
-            )
-            self.skipped["damaged"] += 1
-            self.next_shard += 1
-            return
-        # It was removed, possibly with many others: list the remaining shards.
-        names = self._folder.store.sizes(self._folder.path(RECORDS))
-        remaining = [
-            number
-            for name in names
-            if name.endswith(".json")
-            and (number := shard_number(name)) > self.next_shard
-        ]
-        self._skip_to(min(remaining, default=state.last_shard + 1))
-
-    def _skip_to(self, number: int) -> None:
-        self.skipped["removed"] += max(number - self.next_shard, 0)
-        self.next_shard = max(number, self.next_shard)
+        if not self._listed:
+            self._listed.extend(self._folder.shards().items())
+        while self._listed:
+            name, size = self._listed[0]
+            number = shard_number(name)
+            file = None
+            if number >= self.next_shard and size <= MAX_SHARD_BYTES:
+                path = self._folder.path(RECORDS, name)
+                file = self._folder.store.read(path, MAX_SHARD_BYTES)
+            self._listed.popleft()
+            if number < self.next_shard or (file is None and size <= MAX_SHARD_BYTES):
+                continue  # read before, or removed since the listing
+            self.skipped["removed"] += number - self.next_shard
+            self.next_shard = number + 1
+            try:
+                if file is None:
+                    raise ShardDamaged(f"its size exceeds {MAX_SHARD_BYTES} bytes")
+                records, invalid = read_shard(name, file, self._spec)
+            except ShardDamaged as error:
+                message = "engine %s: shard %d is skipped: %s"
+                logger.warning(message, self._folder.engine_id, number, error)
+                self.skipped["damaged"] += 1
+            else:
+                self.skipped["unfit"] += invalid
+                return number, records
+        return None
 
 
-def manifest_name(number: int) -> str:
-    return f"{RECORDS}/{number:012d}.json"
+class ShardWriter:
+    """Collects the records of one engine and writes them as shards.
+
+    A shard that cannot be stored is retried. Meanwhile the relay reads no records: the
+    ring fills up, and the engine drops and counts records.
+
+    Attributes:
+        last: Number of the newest shard; 0 if there was none.
+    """
+
+    def __init__(self, folder: EngineFolder) -> None:
+        self._folder = folder
+        self._open: list[np.ndarray] = []
+        self._open_bytes = 0
+        self._opened = self._created = 0.0  # monotonic and Unix time (s)
+        self._closed: list[np.ndarray] = []  # the shard that is being stored
+        self.last = 0
+
+    @property
+    def blocked(self) -> bool:
+        """True if a shard waits for the storage; if so, add no records."""
+        return bool(self._closed)
+
+    def resume(self) -> None:
+        """Continue after the shards of an earlier relay."""
+        state = self._folder.read_state()
+        numbers = map(shard_number, self._folder.shards())
+        self.last = max([self.last, state.last_shard if state else 0, *numbers])
+
+    def add(self, record: np.ndarray) -> None:
+        """Add the bytes of a record, as returned by `RingReader.take`."""
+        if not self._open:
+            self._opened = time.monotonic()
+        self._open.append(record)
+        self._open_bytes += len(record)
+
+    def due(self) -> bool:
+        large = self._open_bytes >= SHARD_BYTES
+        old = time.monotonic() - self._opened >= SHARD_SECONDS
+        return self.blocked or (bool(self._open) and (large or old))
+
+    def flush(self) -> int:
+        """Store a shard of the usual size; return its size, 0 if there is no record.
+
+        Raises:
+            StoreError: The shard is retained; the next call stores the same file.
+        """
+        if not self._closed:
+            if not self._open:
+                return 0
+            ends = np.cumsum([len(record) for record in self._open])
+            count = int(np.searchsorted(ends, SHARD_BYTES)) + 1
+            self._closed, self._created = self._open[:count], steady_unix()
+            self._replace(self._open[count:])
+        number = self.last + 1
+        name, file = build_shard(self._closed, number, self._created)
+        self._folder.store.write(self._folder.path(RECORDS, name), file)
+        self._closed, self.last = [], number
+        return len(file)
+
+    def purge(self, tenant: int | None) -> int:
+        """Drop the records of a tenant (None: all); return how many."""
+        before = len(self._closed) + len(self._open)
+        self._closed, opened = (
+            [each for each in records if tenant not in (None, tenant_of(each))]
+            for records in (self._closed, self._open)
+        )
+        self._replace(opened)
+        return before - len(self._closed) - len(self._open)
+
+    def _replace(self, records: list[np.ndarray]) -> None:
+        self._open, self._open_bytes = records, sum(map(len, records))
 
 
-def shard_number(name: str) -> int:
-    """Return the shard number in a file name; 0 for other files."""
-    match = SHARD_FILE.fullmatch(name)
-    return int(match[1]) if match else 0
+class Bounds:
+    """Limits on size and age of a spool, over the shards of all engines."""
+
+    def __init__(self, folder: EngineFolder, config: SpoolConfig) -> None:
+        self._folder = folder
+        self._max_bytes = int(config.max_gib * (1 << 30))
+        self._max_age_s = config.max_age_s
+        self._num_bytes = 0
+        self._next = 0.0
+        self._heartbeats: dict[str, HeartbeatMonitor] = {}
+
+    def note(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+
+    def due(self) -> bool:
+        return self._num_bytes > self._max_bytes or time.monotonic() >= self._next
+
+    def enforce(self) -> None:
+        """Remove shards of this engine that are too old, then the oldest of all.
+
+        Each relay judges the age of the shards it wrote, as clocks may differ by days.
+        The folder of an engine without heartbeat for the maximum age is removed.
+        """
+        self._next = time.monotonic() + ENFORCE_S
+        store, now = self._folder.store, steady_unix()
+        shards: list[tuple[int, str, int, bool]] = []
+        for folder in engine_folders(store):
+            own = folder.engine_id == self._folder.engine_id
+            if not own and self._is_dead(folder, now):
+                folder.remove()
+                continue
+            folder.remove_unfinished(ABANDONED_S)
+            for name, size in folder.shards().items():
+                created = int(name.split("-")[1])
+                too_old = own and created < now - self._max_age_s
+                remove = too_old or size > MAX_SHARD_BYTES
+                shards.append((created, folder.path(RECORDS, name), size, remove))
+        shards.sort()
+        total = sum(size for *_, size, remove in shards if not remove)
+        limit = self._max_bytes
+        if total > limit:
+            limit = int(limit * _KEEP_SHARE)
+        for _, path, size, remove in shards:
+            if not remove and total > limit:
+                remove, total = True, total - size
+            if remove:
+                store.remove(path)
+        self._num_bytes = total
+
+    def _is_dead(self, folder: EngineFolder, now: float) -> bool:
+        monitor = self._heartbeats.setdefault(folder.engine_id, HeartbeatMonitor())
+        state = folder.read_state()
+        unix = state.unix if state is not None else 0.0
+        monitor.observe(unix)
+        return not monitor.fresh and unix < now - self._max_age_s
+
+
+def purge_shards(folders: Iterable[EngineFolder], tenant: int | None) -> int:
+    """Remove all shards with records of a tenant (None: all shards); return how many.
+
+    A shard is removed with all its records. Temporary files are removed, too; a live
+    writer writes them again.
+
+    Raises:
+        StoreError: Some shards could not be removed; all others were.
+    """
+    removed, failed = 0, list[str]()
+    for folder in folders:
+        folder.store.remove_unfinished(folder.path(RECORDS))
+        for name in folder.shards():
+            path = folder.path(RECORDS, name)
+            tenants = None if tenant is None else _tenants(folder, path)
+            if tenants is None or tenant in tenants:
+                failed += folder.store.remove(path)
+                removed += 1
+    if failed:
+        raise StoreError(
+            f"{len(failed)} of {removed} shards could not be removed, among them "
+            f"{failed[0]}: remove them manually and purge again"
+        )
+    return removed
+
+
+def _tenants(folder: EngineFolder, path: str) -> set[int] | None:
+    """Return the tenants of a shard, from its header; None if it is not readable."""
+    start = folder.store.read_start(path, _HEADER_BYTES)
+    end = 8 + min(int.from_bytes(start[:8], "little"), MAX_JSON_BYTES)
+    if end > _HEADER_BYTES:
+        start = folder.store.read_start(path, end)
+    try:
+        text = json.loads(start[8:end])["__metadata__"]["tenants"]
+        return {int(tenant, 16) for tenant in text.split(",")}
+    except MALFORMED:
+        return None
