@@ -173,6 +173,7 @@ def canary(_: float) -> Any:
     from vllm_tide.config import DeployConfig
     from vllm_tide.deploy.canary import Canary
     from vllm_tide.deploy.served import ServedRequests
+    from vllm_tide.transport.versions import first_version
 
     result = []
     for seed in range(24):
@@ -189,7 +190,8 @@ def canary(_: float) -> Any:
                     accepted = int(
                         (rng.random(3) < chances[version - 1]).cumprod().sum()
                     )
-                    row = Row(key, start, accepted, np.zeros(4, np.int32), version, 1.3)
+                    ids, sent = np.zeros(4, np.int32), first_version(version)
+                    row = Row(key, start, accepted, ids, sent, 1.3)
                     served.add(row, "", now)
                     start, now = start + accepted + 1, now + 0.01
                 end = Row(key, 0, 0, np.zeros(0, np.int32), 0, 1.0, finished=True)

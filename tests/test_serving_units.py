@@ -18,10 +18,13 @@ from tests.engine.idle_scheduler import idle_scheduler
 from vllm_tide.capture.guard import LIMIT, Guard
 from vllm_tide.capture.policy import CapturePolicy
 from vllm_tide.config import TideConfig
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.engine.scheduler import SchedulerTide, make_scheduler
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
 from vllm_tide.engine.trainer_process import call_on, given_cores
 from vllm_tide.metrics import TideProm, increments, make_prometheus
+from vllm_tide.transport.draft_weights import DraftWeights
+from vllm_tide.transport.versions import first_version
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 
@@ -117,13 +120,6 @@ def test_unfit_publications_are_refused_by_reason(change, reason):
     assert "fc.weight" in str(refused.value) or reason in ("names", "dtype")
 
 
-def wire(tensors: dict[str, torch.Tensor]) -> dict:
-    return {
-        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numpy())
-        for name, t in tensors.items()
-    }
-
-
 @pytest.mark.slow
 def test_the_stager_of_an_engine_without_requests_calls_its_hook():
     segment, beats = WeightsSegment.create(1 << 16), []
@@ -148,10 +144,10 @@ def test_the_stager_has_the_newest_good_draft_and_counts_bad_ones():
         writer = WeightsWriter.attach(segment.name)
         stager.check_now()
         assert stager.staged_version == 0
-        writer.publish(wire(draft()), version=1, parent_version=0, meta={})
+        writer.publish(DraftWeights.encode(to_bytes(draft()), 1))
         stager.check_now()
         bad = draft() | {"fc.weight": torch.full((4, 6), float("nan"))}
-        writer.publish(wire(bad), version=2, parent_version=1, meta={})
+        writer.publish(DraftWeights.encode(to_bytes(bad), 2))
         stager.check_now()
         stager.check_now()
         assert stager.refused == {"not_finite": 1}
@@ -196,12 +192,12 @@ def swapper(tmp_path, monkeypatch):
     )
     writer = WeightsWriter.attach(segment.name)
 
-    def publish(version: int, value: float) -> None:
+    def publish(number: int, value: float) -> None:
         tensors = draft() | {"fc.weight": torch.full((4, 6), value)}
-        writer.publish(
-            wire(tensors), version=version, parent_version=version - 1, meta={}
-        )
+        version = first_version(number)
+        writer.publish(DraftWeights.encode(to_bytes(tensors), version))
         made.stager.check_now()
+        made.install_ordered(version)
 
     yield made, loader, publish, writer
     writer.close()
@@ -215,17 +211,16 @@ def test_a_failed_installation_restores_the_last_good_draft(swapper):
     assert made._tracing is None  # off unless an endpoint is configured
     made._tracing = SimpleNamespace(span=lambda *span: sent.append(span))
     publish(1, 2.0)
-    made.install_ordered(1)
-    assert (made.version, loader.loaded) == (1, [2.0])
-    publish(2, 3.0)
+    assert (made.number, loader.loaded) == (1, [2.0])
     loader.failures = [True]
-    made.install_ordered(2)
+    publish(2, 3.0)
     # Version 1 again, which is reported to the trainer.
-    assert (made.version, loader.loaded) == (1, [2.0, 2.0])
+    assert (made.number, loader.loaded) == (1, [2.0, 2.0])
     assert made.stager.refused == {"install": 1}
     assert made.ready_version() == 0
     feedback = writer.feedback()
-    assert (feedback.installed_version, feedback.refused_version) == (1, 2)
+    assert feedback.installed_version == first_version(1)
+    assert feedback.refused_version == first_version(2)
     assert [(name, facts) for name, _, facts in sent] == [
         ("swap", {"version": 1, "installed": True}),
         ("swap", {"version": 2, "installed": False}),
@@ -236,14 +231,12 @@ def test_a_failed_installation_restores_the_last_good_draft(swapper):
 @pytest.mark.vllm
 def test_a_failed_first_installation_restores_the_checkpoint(swapper):
     made, loader, publish, _ = swapper
-    publish(1, 2.0)
     loader.failures = [True]
-    made.install_ordered(1)
+    publish(1, 2.0)
     assert (made.version, loader.loaded) == (0, [1.0])
     # If even that fails, serving continues and the counters show it.
-    publish(2, 2.0)
     loader.failures = [True, True]
-    made.install_ordered(2)
+    publish(2, 2.0)
     assert made.stager.refused == {"install": 2, "restore": 1}
     assert made.version == 0
 

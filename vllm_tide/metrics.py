@@ -270,7 +270,7 @@ TRAINER = (
     _counter("trainer_pauses", "Pauses of training.", "schedule.pauses"),
     _gauge(
         "trainer_engine_version",
-        "Draft version that each engine serves, in the trainer's numbering.",
+        "Draft version that each engine serves.",
         "engines.installed",
         "engine_id",
     ),

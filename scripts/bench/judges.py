@@ -45,6 +45,7 @@ from vllm_tide.deploy.canary import Canary, Verdict
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
 from vllm_tide.train.evaluate import FORMS, Evaluation
 from vllm_tide.train.judgement import Evidence, Pair, judge
+from vllm_tide.transport.versions import first_version
 
 BEFORE = 96
 """Ended requests before a swap."""
@@ -209,7 +210,8 @@ class Loop:
             *(column.tolist() for column in columns), strict=True
         ):
             start, ids = _PROMPT + done, _TOKENS[: length + 1]
-            row = Row(key, start, taken, ids, self.version, cost, self.n)
+            version = first_version(self.version)
+            row = Row(key, start, taken, ids, version, cost, self.n)
             row.verify_chance = chance
             ended += self.served.add(row, "", self.seconds)
         return ended

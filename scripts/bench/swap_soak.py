@@ -35,12 +35,13 @@ from bench.harness.server import SERVED_NAME, ServerOptions, VllmServer, end_on_
 from bench.harness.stream import StreamRequest, read_prompts
 from bench.harness.summary import acceptance_length, step_ms, swap_pauses_s
 from bench.suites.quickstart import speculative_config
-from vllm_tide.transport.publication import TensorInput
+from vllm_tide.transport.draft_weights import DraftWeights, TensorBytes
 from vllm_tide.transport.rendezvous import EngineManifest, read_manifests
+from vllm_tide.transport.versions import first_version, number_of
 from vllm_tide.transport.weights import WeightsWriter
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
-Tensors = dict[str, TensorInput]
+Tensors = dict[str, TensorBytes]
 
 
 def read_draft(folder: Path) -> Tensors:
@@ -50,7 +51,8 @@ def read_draft(folder: Path) -> Tensors:
         for name, info in safetensors.deserialize(path.read_bytes()):
             if name not in ("d2t", "t2d"):
                 data = np.frombuffer(info["data"], np.uint8)
-                tensors[name] = (DTYPES[info["dtype"]], tuple(info["shape"]), data)
+                dtype, shape = DTYPES[info["dtype"]], tuple(info["shape"])
+                tensors[name] = TensorBytes(dtype, shape, data)
     return tensors
 
 
@@ -59,7 +61,8 @@ def damaged(tensors: Tensors, seed: int) -> Tensors:
     dtype, shape, data = tensors["fc.weight"]
     rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1)
     order = np.random.default_rng(seed).permutation(shape[0])
-    return {**tensors, "fc.weight": (dtype, shape, rows[order].copy().ravel())}
+    data = rows[order].copy().ravel()
+    return {**tensors, "fc.weight": TensorBytes(dtype, shape, data)}
 
 
 def shared_memory(manifest: EngineManifest) -> dict[str, dict[str, int]]:
@@ -77,17 +80,16 @@ async def publish_all(
     writer: WeightsWriter, drafts: list[Tensors], num_swaps: int, period_s: float
 ) -> None:
     """Publish the drafts alternately, each after the previous one is installed."""
-    first = writer.latest_version
-    for version in range(first + 1, first + 1 + num_swaps):
-        writer.publish(
-            drafts[version % 2], version=version, parent_version=version - 1, meta={}
-        )
+    first = number_of(writer.latest_version) + 1
+    for number in range(first, first + num_swaps):
+        version = first_version(number)
+        writer.publish(DraftWeights.encode(drafts[number % 2], version))
         began = time.monotonic()
         while (feedback := writer.feedback()).installed_version < version:
             if feedback.refused_version == version:
                 raise RuntimeError(f"refused: {feedback.refused_reason}")
             if time.monotonic() - began > 60:
-                raise RuntimeError(f"version {version} was not installed in 60 s")
+                raise RuntimeError(f"version {number} was not installed in 60 s")
             await asyncio.sleep(0.01)
         await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began)))
 

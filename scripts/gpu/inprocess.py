@@ -120,16 +120,15 @@ class Engine:
 
 def publish_draft(segment: str, draft: Path, version: int, shared: set[str]) -> None:
     """Publish a draft's weights, except `shared` ones, in a segment."""
-    from vllm_tide.engine.staging import wire_view
+    from vllm_tide.draft.tensor_bytes import to_bytes
+    from vllm_tide.transport.draft_weights import DraftWeights
+    from vllm_tide.transport.versions import first_version
     from vllm_tide.transport.weights import WeightsWriter
 
-    tensors = {
-        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), wire_view(t))
-        for name, t in load_file(draft / "model.safetensors").items()
-        if name not in shared
-    }
+    stored = load_file(draft / "model.safetensors").items()
+    tensors = to_bytes({name: t for name, t in stored if name not in shared})
     writer = WeightsWriter.attach(segment)
-    writer.publish(tensors, version=version, parent_version=version - 1, meta={})
+    writer.publish(DraftWeights.encode(tensors, first_version(version)))
     writer.close()
 
 

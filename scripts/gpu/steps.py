@@ -217,7 +217,7 @@ def restart(place: Place) -> None:
     finally:
         ended.set()
         thread.join()
-    faults, version = dict(engine.tide._faults()), engine.tide.swapper.version
+    faults, version = dict(engine.tide._faults()), engine.tide.swapper.number
     result = {"published_at_start": before, "version": version, "faults": faults}
     result |= {"refused": dict(engine.tide.swapper.stager.refused)}
     place.part("restart", lambda: result | {"start_s": engine.start_s})
@@ -286,7 +286,7 @@ def _swaps(place: Place, engine: Any) -> list[dict[str, Any]]:
         times, began = [], time.perf_counter()
         engine.publish(shape(place)[1], version)
         published = time.perf_counter()
-        while swapper.version != version:
+        while swapper.number != version:
             at = time.perf_counter()
             assert at < published + 60, f"not installed: {swapper.stager.refused}"
             step(engine, 1, True)

@@ -240,10 +240,9 @@ def with_tide(
         result["lost_steps"] = tide._log.lost
         result["read_back"] = read_back(tide._ring.name)
     if tide.swapper is not None:
-        first = tide.swapper.version + 1
         folder = draft_folder(case)
-        result["swap"] = swap(worker, bench, first, 0.5, folder)
-        result["rollback"] = swap(worker, bench, first + 1, 1.0, folder)
+        result["swap"] = swap(worker, bench, 0.5, folder)
+        result["rollback"] = swap(worker, bench, 1.0, folder)
     if tide.control is not None:
         policy = case["tide"].get("control", {}).get("policy")
         if case["adaptive"] or policy == "adaspec":
@@ -286,13 +285,14 @@ def served_tensors(draft: Any) -> dict[str, Any]:
     return tensors
 
 
-def swap(
-    worker: Any, bench: Bench, version: int, scale: float, folder: Path
-) -> dict[str, Any]:
+def swap(worker: Any, bench: Bench, scale: float, folder: Path) -> dict[str, Any]:
     """Publish another draft, run steps until it is live; count the swap's step."""
     import torch
 
+    from vllm_tide.transport.versions import first_version
+
     tide, draft = worker.tide, worker.model_runner.get_draft_model()
+    version = first_version(tide.swapper.number + 1)
     fit = draft_tensors(scale, tide.swapper.shared, folder)
     addresses = {name: t.data_ptr() for name, t in served_tensors(draft).items()}
     graphs = bench._counters.read()["graphs"]
@@ -313,7 +313,7 @@ def swap(
         same = same and torch.equal(rows, fit[key])
     bench.step(5)
     return {
-        "version": tide.swapper.version,
+        "version": tide.swapper.number,
         "refused": dict(tide.swapper.stager.refused),
         "seconds": round(tide.swapper._last_seconds, 6),
         "step": step,
@@ -340,19 +340,12 @@ def draft_tensors(
 
 def publish(segment: str, tensors: dict[str, Any], version: int) -> None:
     """Publish a draft in a weights segment."""
-    from vllm_tide.engine.staging import wire_view
+    from vllm_tide.draft.tensor_bytes import to_bytes
+    from vllm_tide.transport.draft_weights import DraftWeights
     from vllm_tide.transport.weights import WeightsWriter
 
     writer = WeightsWriter.attach(segment)
-    wire = {
-        name: (
-            str(t.dtype).removeprefix("torch."),
-            tuple(t.shape),
-            wire_view(t.contiguous()),
-        )
-        for name, t in tensors.items()
-    }
-    writer.publish(wire, version=version, parent_version=version - 1, meta={})
+    writer.publish(DraftWeights.encode(to_bytes(tensors), version))
     writer.close()
 
 

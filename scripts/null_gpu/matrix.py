@@ -112,6 +112,7 @@ def tensor_parallel(run_dir: str) -> None:
     from vllm import LLM, SamplingParams
 
     from vllm_tide.transport.rendezvous import read_manifests
+    from vllm_tide.transport.versions import first_version, number_of
     from vllm_tide.transport.weights import WeightsWriter
 
     speculative = {"method": "eagle3", "model": str(DEMO / "draft")}
@@ -130,7 +131,7 @@ def tensor_parallel(run_dir: str) -> None:
     llm.generate(prompts, params, use_tqdm=False)
     (engine,) = read_manifests(Path(run_dir))
     tensors = draft_tensors(0.5, set(engine.shared))
-    publish(engine.weights, tensors, 1)
+    publish(engine.weights, tensors, first_version(1))
     feedback, deadline = WeightsWriter.attach(engine.weights), time.monotonic() + 60
     while not feedback.feedback().installed_version and time.monotonic() < deadline:
         llm.generate(prompts, params, use_tqdm=False)
@@ -138,14 +139,14 @@ def tensor_parallel(run_dir: str) -> None:
     ranks = llm.collective_rpc(rank_report)
     result = {
         "gpus": engine.gpu_uuids,
-        "installed_version": report.installed_version,
+        "installed_version": number_of(report.installed_version),
         "refused": report.refused_reason,
         "captured_rows": read_back(engine.ring)["rows"],
         "faults": [faults for faults, _ in ranks if faults],
         "forbidden_calls": sum(calls for _, calls in ranks),
     }
     feedback.close()
-    assert report.installed_version == 1 and len(set(engine.gpu_uuids)) == 2, result
+    assert result["installed_version"] == 1 and len(set(engine.gpu_uuids)) == 2, result
     print("RESULT " + json.dumps(result), flush=True)
 
 

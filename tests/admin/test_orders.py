@@ -40,7 +40,7 @@ def test_a_draft_in_a_canary_is_rolled_back_to_the_previous_one(engine):
         "ok": True, "version": 1, "to": 0, "served_as": 2,
     }  # fmt: skip
     assert_sent(engine, first)
-    engine.weights.report(2)
+    engine.report(2)
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
     assert "after a rollback" in sidecar.deployment.waiting_for
@@ -94,8 +94,8 @@ def test_the_command_rolls_back_without_a_trainer(engine, capsys):
     assert list(store.drafts()) == []
     assert main(["rollback", *where]) == 1
     assert "nothing was rolled back" in capsys.readouterr().err
-    assert engine.weights.latest_version() == 3
-    engine.weights.report(3, 0, "", 2.0)
+    assert engine.latest == 3
+    engine.report(3)
     again = attach(engine)  # and continues from it
     assert again._tick() and again.deployment.good == 3
     assert_live(again, first)
@@ -150,7 +150,7 @@ def test_once_ends_where_a_pause_allows_no_cycle(engine, capsys):
     assert main(["train", "--once", "--run-dir", str(engine.run_dir)]) == 1
     stderr = capsys.readouterr().err
     assert "training is paused" in stderr and "`vllm-tide resume`" in stderr
-    assert engine.weights.latest_version() == 0
+    assert engine.latest == 0
 
 
 def test_a_pause_inside_a_cycle_keeps_its_training_data(engine):

@@ -14,13 +14,15 @@ from bench.harness.server import free_port
 from tests.dashboards.known import samples_of
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import write_record
-from vllm_tide.deploy.deployment import master_of
+from vllm_tide.draft.kind import canonical
+from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.metrics import TRAINER
 from vllm_tide.sidecar.report import open_metrics
 from vllm_tide.train.assemble import VERIFY
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.versions import first_version
 
 BETTER = CycleResult(
     steps=1, loss=0.0, new=None, live=None, gain=0.1, gain_error=0.0,
@@ -40,6 +42,7 @@ def engine(tmp_path, monkeypatch):
 
 def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
     """Requests of 8 steps, 4 drafts each, `accepted` of them accepted."""
+    sent = first_version(version)
     for _ in range(requests):
         key = engine._random.getrandbits(64)
         doc = TOY.document(engine._random.randrange(VOCAB), 60, 3, key)
@@ -47,7 +50,7 @@ def serve(engine: Engine, requests: int, version: int, accepted: int) -> None:
         while at + 5 < 60:
             part = slice(at, at + 5)
             record = Record(
-                key, VERIFY, at, 3, accepted, -1, version, doc.tokens[part].numpy(),
+                key, VERIFY, at, 3, accepted, -1, sent, doc.tokens[part].numpy(),
                 doc.features[part].numpy(), 0,
                 doc.teacher_hidden[part].numpy(), finished=at + 10 >= 60,
             )  # fmt: skip
@@ -77,14 +80,14 @@ def published_once(engine: Engine):
     assert sidecar._tick()
     before = sidecar.trainer.snapshot()
     offer(sidecar)
-    assert engine.weights.latest_version() == 1
-    engine.weights.report(1, 0, "", 2.0)
+    assert engine.latest == 1
+    engine.report(1)
     assert sidecar._tick()
     return sidecar, before
 
 
 def assert_sent(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
-    sent = master_of(engine.weights.read())
+    sent = canonical(from_bytes(engine.weights.read().tensors))
     for name, tensor in sent.items():
         assert torch.equal(tensor, weights[name].to(tensor.dtype)), name
 
@@ -109,19 +112,19 @@ def test_a_draft_that_serves_worse_is_rolled_back(engine):
     assert deployment.waiting_for == ""  # training is not delayed
     serve(engine, 24, 1, 1)
     assert sidecar._tick()
-    assert engine.weights.latest_version() == 2
+    assert engine.latest == 2
     assert_sent(engine, before)
     assert_live(sidecar, before)
     (event,) = events(engine, "rollback")
     assert (event["version"], event["to"]) == (1, 0)
     # The restored draft is in no canary, and nothing is published for a while.
-    engine.weights.report(2, 0, "", 2.0)
+    engine.report(2)
     assert sidecar._tick()
     assert not deployment.canary.undecided
     assert "after a rollback" in deployment.waiting_for
     assert not heads(engine)
     offer(sidecar)
-    assert engine.weights.latest_version() == 2
+    assert engine.latest == 2
 
 
 def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeypatch):
@@ -129,7 +132,7 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     serve(engine, 160, 1, 4)
     assert sidecar._tick()
     assert not sidecar.deployment.canary.undecided
-    assert engine.weights.latest_version() == 1
+    assert engine.latest == 1
     assert [e["version"] for e in events(engine, "keep")] == [1]
     snapshot = sidecar.trainer.snapshot()
     sidecar.feeds.close()
@@ -143,12 +146,12 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     assert again._tick()
     again.feeds.close()
     again = attach(engine)
-    assert engine.weights.latest_version() == 1
+    assert engine.latest == 1
     assert_live(again, snapshot)
     assert_sent(engine, snapshot)
     # An engine that refuses it does not receive it for ever.
     assert heads(engine)
-    engine.weights.report(0, 1, "for a reason", 0.0)
+    engine.report(0, 1, "for a reason")
     assert again._tick()
     assert again.deployment.good == again.deployment.published == 0
     assert not heads(engine)
@@ -160,7 +163,7 @@ def test_a_rollback_that_cannot_be_sent_is_retried(engine, monkeypatch):
     monkeypatch.setattr(sidecar.feeds.reference, "publish", full)
     serve(engine, 24, 1, 1)
     assert sidecar._tick()
-    assert engine.weights.latest_version() == 1
+    assert engine.latest == 1
     assert "no engine has received" in sidecar.deployment.waiting_for
     assert sidecar._tick()
     assert [e["rollback_of"] for e in events(engine, "unpublished")] == [1]
@@ -182,9 +185,9 @@ def test_a_refused_draft_leaves_the_good_weights(engine, rolled_back):
         sidecar = attach(engine)
         before = sidecar.trainer.snapshot()
         offer(sidecar)
-    latest = engine.weights.latest_version()
+    latest = engine.latest
     assert latest == 1 + rolled_back
-    engine.weights.report(int(rolled_back), latest, "for a reason", 2.0)
+    engine.report(int(rolled_back), latest, "for a reason")
     assert sidecar._tick()
     assert [e["back_to"] for e in events(engine, "refused")] == [0]
     assert_live(sidecar, before)
@@ -201,7 +204,7 @@ def test_a_candidate_that_cannot_be_sent_is_offered_again(engine, monkeypatch):
     assert sidecar.deployment.published == 0
     offer(sidecar)
     # A version is used once, even if no engine received the draft.
-    assert sidecar.deployment.published == engine.weights.latest_version() == 2
+    assert sidecar.deployment.published == engine.latest == 2
 
 
 def test_without_a_canary_a_draft_is_accepted_at_once(engine):
@@ -211,7 +214,7 @@ def test_without_a_canary_a_draft_is_accepted_at_once(engine):
     assert not sidecar.deployment.canary.undecided
     assert heads(engine)
     offer(sidecar)
-    assert engine.weights.latest_version() == 1
+    assert engine.latest == 1
     assert "spacing" in sidecar.deployment.waiting_for
 
 
@@ -269,13 +272,13 @@ def test_the_trainers_own_metrics_have_every_figure(engine):
 
 
 def test_a_served_draft_with_lost_weights_is_replaced_by_a_stored_one(engine):
-    engine.weights.report(5)  # and the segment is empty
+    engine.report(5)  # and the segment is empty
     sidecar = attach(engine)
-    assert engine.weights.latest_version() == 6
+    assert engine.latest == 6
     assert_sent(engine, sidecar.trainer.snapshot())
     (event,) = events(engine, "restored")
     assert (event["version"], event["stored"]) == (6, 0)
-    engine.weights.report(6, 0, "", 2.0)
+    engine.report(6)
     assert sidecar._tick()
     assert sidecar.deployment.good == 6 and not sidecar.deployment.canary.undecided
 
@@ -284,13 +287,13 @@ def test_a_rollback_skips_a_canary_draft_and_its_better_successor(engine):
     sidecar, first = published_once(engine)
     deployment = sidecar.deployment
     offer(sidecar)
-    assert engine.weights.latest_version() == 2
-    engine.weights.report(2, 0, "", 2.0)
+    assert engine.latest == 2
+    engine.report(2)
     assert sidecar._tick()
     assert deployment.canary.undecided and deployment.good == 0
     serve(engine, 24, 2, 1)
     assert sidecar._tick()
-    assert engine.weights.latest_version() == 3
+    assert engine.latest == 3
     assert_sent(engine, first)
     (event,) = events(engine, "rollback")
     assert (event["version"], event["to"]) == (2, 0)

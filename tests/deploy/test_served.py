@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from vllm_tide.deploy.groups import MIN_CREATE_TOKENS, MIN_TOKENS, Groups
+from vllm_tide.deploy.canary_groups import MIN_CREATE_TOKENS, MIN_TOKENS, Groups
 from vllm_tide.deploy.served import ServedRequests, bucket_of
+from vllm_tide.transport.versions import first_version
 
 PREFILL, VERIFY = 0, 1
 
 
 def record(
     start, count, accepted=None, *, key=7, prompt=10, version=1, finished=False,
-    first=0, cost=1.0, concurrency=4, chance=1.0, memory=False,
+    first=0, cost=1.0, concurrency=4, chance=1.0, memory=False, fast=False,
 ):  # fmt: skip
     """Return a record as the ring gives it; VERIFY when `accepted` is given."""
     verify = accepted is not None
@@ -26,7 +28,7 @@ def record(
         start=start,
         num_prompt_tokens=prompt,
         num_accepted=accepted if verify else count - 1,
-        draft_version=version,
+        draft_version=first_version(version) + fast,
         token_ids=np.arange(first, first + count, dtype=np.int32),
         finished=finished,
         tenant=3,
@@ -82,18 +84,17 @@ def test_first_tokens_are_weighted_by_their_verify_chance():
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_steps_of_memory_and_fast_draft_do_not_count_for_the_deployed_one(memory):
-    begin = record(0, 10)
+    begin, how = record(0, 10), {"memory": memory, "fast": not memory}
     shown = [record(10, 4, 2, cost=1.5), record(17, 3, 0), record(18, 1, 0)]
     hidden = [
-        record(13, 4, 3, cost=1.1, memory=memory),
-        record(19, 4, 0, memory=memory),
-        record(20, 1, 0, memory=memory),  # none of it was worth verifying
+        record(13, 4, 3, cost=1.1, **how),
+        record(19, 4, 0, **how),
+        record(20, 1, 0, **how),  # none of it was worth verifying
     ]
     (without,) = serve(begin, *shown, end_record(), groups=Groups())
     served = ServedRequests(Groups())
     for item in (begin, shown[0], hidden[0], *shown[1:], *hidden[1:]):
-        fast = not memory and any(item is one for one in hidden)
-        assert served.add(item, "e", 0.0, fast=fast) == []
+        assert served.add(item, "e", 0.0) == []
     (among,) = served.add(end_record(), "e", 0.0)
     assert among.cells == without.cells
     for name in ("tries", "hits", "squares", "versions", "whole"):
@@ -102,8 +103,9 @@ def test_steps_of_memory_and_fast_draft_do_not_count_for_the_deployed_one(memory
 
 def test_a_request_served_by_a_fast_draft_alone_does_not_count():
     served = ServedRequests()
-    for item in (record(0, 10), record(10, 4, 2), record(13, 2, 1)):
-        served.add(item, "e", 0.0, fast=item.start >= 10)
+    fast = [record(10, 4, 2, fast=True), record(13, 2, 1, fast=True)]
+    for item in (record(0, 10), *fast):
+        served.add(item, "e", 0.0)
     (request,) = served.add(end_record(), "e", 0.0)
     assert request.cells == {} and request.tries == 0
 
@@ -249,6 +251,7 @@ def test_a_record_of_the_ring_is_understood():
 
     made = make_record(make_spec(), seed=1, num_rows=4, phase=Phase.VERIFY)
     assert made.finished
+    made = replace(made, draft_version=first_version(1))
     (request,) = serve(made)
     ((tokens, cost),) = request.cells.values()
     assert (tokens, cost) == (made.num_accepted + 1, made.cost)

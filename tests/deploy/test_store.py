@@ -11,10 +11,10 @@ import torch
 from vllm_tide.deploy.store import (
     DraftRefused,
     DraftStore,
-    read_draft,
     store_fingerprint,
 )
 from vllm_tide.draft.config import DraftError
+from vllm_tide.transport.draft_weights import DraftWeights
 
 OURS = store_fingerprint("target-a", {"hidden_size": 8})
 
@@ -32,7 +32,7 @@ def store(tmp_path, **changes):
     return DraftStore(tmp_path / "heads", **{"fingerprint": OURS, **changes})
 
 
-def damage(path, at=-3):
+def damage(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -46,7 +46,7 @@ def test_a_stored_draft_is_read_back_to_the_bit(tmp_path):
     )
     head = store(tmp_path).newest()
     assert head.path == path
-    assert (head.version, head.fingerprint) == (7, OURS)
+    assert head.version == 7
     assert head.holdout == {"acceptance": 2.5}
     assert head.served == {"length": None}
     assert set(head.tensors) == set(tensors())
@@ -62,49 +62,46 @@ def test_the_last_three_of_each_fingerprint_are_stored(tmp_path):
         other.put(tensors(version), version)
     assert ours.newest().version == 1
     assert [h.version for h in other.drafts()] == [2, 1, 9]
-    assert len(list(ours.directory.iterdir())) == 8
+    assert len(list(ours.directory.iterdir())) == 4
 
 
 def test_files_are_private(tmp_path):
     os.umask(os.umask(0))  # the default umask of the machine is irrelevant
     path = store(tmp_path).put(tensors(), 1)
-    for file in (path, path.with_suffix(".json")):
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
-def test_damaged_drafts_are_skipped_with_the_reason(tmp_path, suffix, how):
+@pytest.mark.parametrize("how", ["flip", "cut", "empty"])
+def test_damaged_drafts_are_skipped_with_the_reason(tmp_path, how):
     ours = store(tmp_path)
     ours.put(tensors(0), 1)
-    path = ours.put(tensors(1), 2).with_suffix(suffix)
+    path = ours.put(tensors(1), 2)
     if how == "flip":
         damage(path, path.stat().st_size // 2)
-    elif how == "cut":
-        path.write_bytes(path.read_bytes()[:-5])
     else:
-        path.unlink()
+        path.write_bytes(path.read_bytes()[: -5 if how == "cut" else 0])
     assert ours.newest().version == 1
-    if (suffix, how) != (".json", "gone"):  # without a manifest there is no draft
-        (reason,) = ours.refused
-        assert path.stem in reason
+    (reason,) = ours.refused
+    assert path.stem in reason and "damaged" in reason
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', "[" * 100_000, "\xff"])
-def test_a_foreign_manifest_is_refused(tmp_path, text):
-    path = store(tmp_path).put(tensors(), 1)
-    path.with_suffix(".json").write_text(text, encoding="latin-1")
-    with pytest.raises(DraftRefused):
-        read_draft(path)
+@pytest.mark.parametrize("meta", [{}, {"fingerprint": OURS, "version": "x"}])
+def test_foreign_content_is_refused(tmp_path, meta):
+    ours = store(tmp_path)
+    weights = DraftWeights.encode({}, 0, meta)
+    name = f"head-{OURS[:16]}-00000001-{weights.sha256.hex()}.safetensors"
+    (ours.directory / name).write_bytes(weights.data)
+    assert ours.newest() is None
+    assert "cannot be parsed" in ours.refused[0]
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path):
-    path = store(tmp_path).put(tensors(), 1)
-    with pytest.raises(DraftRefused, match="another target or draft"):
-        read_draft(path, "0" * 64)
-    assert read_draft(path).version == 1
-    assert read_draft(path.with_suffix(".json")).version == 1
+    other = store(tmp_path, fingerprint=OURS[:16] + "0" * 48)
+    other.put(tensors(), 1)
+    ours = store(tmp_path)
+    assert ours.newest() is None
+    assert "another target or draft" in ours.refused[0]
 
 
 def test_a_file_that_others_may_write_and_a_link_are_refused(tmp_path):
@@ -130,17 +127,12 @@ def test_not_finite_is_never_stored(tmp_path):
 
 def test_files_of_a_killed_writer_are_removed_in_time(tmp_path):
     ours = store(tmp_path)
-    path = ours.put(tensors(), 1)
-    left = [path.with_name(path.name.replace("0001", "0000"))]
-    left.append(path.parent / ".tide-x.tmp")
-    young = path.parent / ".tide-y.tmp"
-    for file in (*left, young):
+    left, young = (ours.directory / f".tide-{name}.tmp" for name in "xy")
+    for file in (left, young):
         file.write_bytes(b"x")
-    for file in left:
-        os.utime(file, (0, 0))
+    os.utime(left, (0, 0))
     ours.put(tensors(), 2)
-    assert not any(file.exists() for file in left)
-    assert young.exists()
+    assert not left.exists() and young.exists()
 
 
 def test_foreign_files_are_left_alone(tmp_path):
@@ -160,7 +152,7 @@ def test_a_bad_draft_can_be_dropped(tmp_path):
     ours.put(tensors(1), 2)
     ours.drop(ours.newest())
     assert ours.newest().version == 1
-    assert len(list(ours.directory.iterdir())) == 2
+    assert len(list(ours.directory.iterdir())) == 1
 
 
 def test_fingerprint_depends_on_target_and_shape_only():

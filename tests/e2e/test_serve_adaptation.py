@@ -17,9 +17,10 @@ from bench.harness.server import ServerOptions, VllmServer
 from inflate_model import inflate
 from tests import toys
 from tests.e2e.test_serve import PROMPTS, VENV, complete, metrics, until
-from vllm_tide.engine.staged_draft import tensors_of
+from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.transport.rendezvous import read_manifests
-from vllm_tide.transport.weights import WeightsSegment
+from vllm_tide.transport.versions import is_fast, number_of
+from vllm_tide.transport.weights import WeightsSegment, peek_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.alone]
 
@@ -82,6 +83,10 @@ def test_a_fast_draft_is_served_during_requests_and_the_base_after(server, tmp_p
     until(server, "a trainer", lambda _: list(run_dir.glob("trainer-*.json")))
     (manifest,) = read_manifests(run_dir)
 
+    def fast_is_served(_seen: dict[str, float]) -> bool:
+        state = peek_weights(manifest.weights)
+        return bool(state.feedback and is_fast(state.feedback.installed_version))
+
     def client(i: int) -> list[int]:
         while True:
             text = complete(server.url, PROMPTS[i], max_tokens=LENGTHS[i])
@@ -92,9 +97,7 @@ def test_a_fast_draft_is_served_during_requests_and_the_base_after(server, tmp_p
     with ThreadPoolExecutor() as pool:
         clients = [pool.submit(client, i) for i in range(len(LENGTHS))]
         try:
-            until(
-                server, "a fast draft in service", lambda seen: seen.get(VERSION, 0) > 0
-            )
+            until(server, "a fast draft in service", fast_is_served)
             assert not any(each.done() for each in clients)
         finally:
             enough.set()
@@ -111,12 +114,13 @@ def test_a_fast_draft_is_served_during_requests_and_the_base_after(server, tmp_p
 
     def base_is_served(seen: dict[str, float]) -> bool:
         sent = segment.read()
-        return not sent.meta["adaptation"]["fast"] and seen[VERSION] == sent.version
+        installed = peek_weights(manifest.weights).feedback.installed_version
+        return not is_fast(sent.version) and installed == sent.version
 
     until(server, "the base in service", base_is_served)
     sent, stored = segment.read(), load_file(tmp_path / "draft" / "model.safetensors")
-    back = tensors_of(sent)
-    assert sent.meta["adaptation"] == {"base": 0, "fast": False}
+    back = from_bytes(sent.tensors)
+    assert number_of(sent.version) == 0 == metrics(server.url)[VERSION]
     assert back and all(torch.equal(back[name], stored[name]) for name in back)
     segment.close()
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 
 from tests.engine.offline_engine import OfflineEngine, only_manifest
 from tests.engine.records import drain
-from vllm_tide.engine.staging import wire_view
+from vllm_tide.draft.tensor_bytes import to_bytes
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.ring import RingReader
+from vllm_tide.transport.versions import first_version, number_of
 from vllm_tide.transport.weights import WeightsWriter
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo"
@@ -102,18 +104,6 @@ def engine_case(run_dir: Path, kind: dict[str, Any], **change: Any) -> dict[str,
     }
 
 
-def on_wire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors as a trainer publishes them: name to (type, shape, bytes)."""
-    return {
-        name: (
-            str(t.dtype).removeprefix("torch."),
-            tuple(t.shape),
-            wire_view(t.contiguous()),
-        )
-        for name, t in tensors.items()
-    }
-
-
 class Served:
     """An engine, and the trainer's ends of its segments.
 
@@ -160,11 +150,8 @@ class Served:
 
     def publish(self, tensors: dict[str, torch.Tensor], **meta: Any) -> str:
         """Publish and serve until installed or refused; return why it was refused."""
-        version = self.writer.latest_version + 1
-        received = on_wire(tensors)
-        self.writer.publish(
-            received, version=version, parent_version=version - 1, meta=meta
-        )
+        version = first_version(number_of(self.writer.latest_version) + 1)
+        self.writer.publish(DraftWeights.encode(to_bytes(tensors), version, meta))
         until = time.monotonic() + 120
         while True:
             self([[1, 2, 3]], max_tokens=4, salts=["pepper"])

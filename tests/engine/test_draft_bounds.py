@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.shared_engine import DEMO, draft_tensors, on_wire
+from tests.engine.shared_engine import DEMO, draft_tensors
 from tests.engine.test_swap_adaptation import Swaps
 from tests.train.toys import ToyTarget, config
 from vllm_tide.draft import Eagle3Draft, VocabMap, export_tensors
 from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.engine import staged_draft
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 pytestmark = pytest.mark.vllm
@@ -99,7 +101,7 @@ def test_repeated_publications_cannot_make_a_draft_grow(swaps):
     for _ in range(8):
         tensors["fc.weight"] = tensors["fc.weight"] * 15
         swaps.made.install_ordered(swaps.stage(tensors))
-    assert swaps.state() == (1, 1, {"norm": 7})
+    assert swaps.state() == ("1", {"norm": 7})
     assert swaps.serves(swaps.base | {"fc.weight": swaps.base["fc.weight"] * 15})
 
 
@@ -186,9 +188,7 @@ def test_frequent_publications_take_little_time(pause, monkeypatch):
             now[0] += 0.05
             if step % 2 == 0:
                 version = step // 2 + 1
-                writer.publish(
-                    on_wire(tensors), version=version, parent_version=0, meta={}
-                )
+                writer.publish(DraftWeights.encode(to_bytes(tensors), version))
             stager.poll(now[0])
             if (staged := stager.take(stager.staged_version)) is not None:
                 swaps += 1

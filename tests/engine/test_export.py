@@ -27,7 +27,9 @@ from vllm_tide.draft import (
 )
 from vllm_tide.draft.config import Rope, read_config
 from vllm_tide.draft.eagle3_config import Eagle3Config
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.rendezvous import EngineManifest, write_manifest
+from vllm_tide.transport.versions import first_version
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 pytestmark = pytest.mark.vllm
@@ -170,7 +172,7 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
 ):
     from safetensors.torch import load_file
 
-    from vllm_tide.deploy.deployment import as_wire
+    from vllm_tide.draft.tensor_bytes import to_bytes
 
     run = ("--run-dir", engine.run_dir)
     assert run_export(tmp_path / "start", *run) == 0
@@ -184,7 +186,8 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
     t2d = tensors.pop("t2d")
     writer = WeightsWriter.attach(engine.manifest.weights)
     meta = {"holdout_acceptance_new": 1.5, "holdout_requests": 9, "other": 1}
-    writer.publish(as_wire(tensors), version=3, parent_version=2, meta=meta)
+    sent, base = to_bytes(tensors), first_version(3)
+    writer.publish(DraftWeights.encode(sent, base, meta))
     engine.say_installed(2)
     assert run_export(tmp_path / "early", *run) == 2
     assert "version 2 is served" in capsys.readouterr().err
@@ -207,21 +210,15 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
         "name_or_path": "org/name",
     }
     # While a fast draft is served, no export; then its base, by the base's number.
-    part = {"fc.weight": tensors["fc.weight"]}
-    # An older base is published as an empty change: no weights to export.
-    for version, fast, sent in ((4, True, part), (5, False, {})):
-        meta = {"adaptation": {"fast": fast, "base": 3}, "delta": {"base": "00"}}
-        writer.publish(as_wire(sent), version=version, parent_version=3, meta=meta)
-        assert run_export(tmp_path / "fast", *run) == 2
-        assert "over version 3 a fast draft is or was" in capsys.readouterr().err
-    meta = {"adaptation": {"fast": False, "base": 3}}
-    writer.publish(as_wire(tensors), version=6, parent_version=3, meta=meta)
+    writer.publish(DraftWeights.encode(sent, base + 1))
+    assert run_export(tmp_path / "fast", *run) == 2
+    assert "over version 3 a fast draft is served" in capsys.readouterr().err
+    writer.publish(DraftWeights.encode(sent, base + 2))
     assert run_export(tmp_path / "base", *run) == 0
     assert "version 3" in (tmp_path / "base" / "README.md").read_text()
     # A return to the checkpoint publishes it; it was not trained.
-    writer.publish(
-        as_wire(tensors), version=7, parent_version=0, meta={"rollback_of": 3, "to": 0}
-    )
+    back = {"rollback_of": 3, "to": 0}
+    writer.publish(DraftWeights.encode(sent, first_version(7), back))
     engine.say_installed(7)
     assert run_export(tmp_path / "back", *run) == 0
     assert "trained by" not in (tmp_path / "back" / "README.md").read_text()

@@ -28,8 +28,8 @@ def test_no_draft_is_copied_to_a_device_before_the_first_step(monkeypatch):
     """A query from another thread ends a graph's capture, and with it the server."""
     uploads = []
     upload_buffer = SimpleNamespace(device="cuda:0", upload=uploads.append)
-    publication = SimpleNamespace(version=1, meta={}, tensors={})
-    segment = SimpleNamespace(latest_version=lambda: 1, read=lambda: publication)
+    weights = SimpleNamespace(version=1, meta={}, tensors={})
+    segment = SimpleNamespace(latest_version=lambda: 1, read=lambda: weights)
     contract = SimpleNamespace(check=lambda _: None)
     stager = stage.Stager(segment, contract, buffer=upload_buffer)
     stager.check_now()

@@ -1,4 +1,4 @@
-"""Fast drafts: low-rank changes of a base, which keep its estimates."""
+"""Fast drafts: steps over a base, which keep its estimates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from safetensors.torch import save_file
 
 from tests.control.test_adaspec import EASY, adaspec, world
 from tests.engine.idle_scheduler import idle_scheduler
-from tests.engine.shared_engine import on_wire
 from tests.engine.test_control_v2 import begun
 from vllm_tide.capture.guard import Guard
 from vllm_tide.config import TideConfig
-from vllm_tide.draft import (
-    delta,
-)
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.engine import swapper as module
 from vllm_tide.engine.scheduler import SchedulerTide
 from vllm_tide.engine.worker import WorkerTide
 from vllm_tide.engine.worker_v2 import WorkerTideV2
+from vllm_tide.transport.draft_weights import DraftWeights
+from vllm_tide.transport.versions import (
+    first_version,
+    next_step,
+    number_of,
+    version_name,
+)
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 ROWS = 96
@@ -38,12 +42,8 @@ def draft(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def changed(base: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
-    """Return a publication of `base` with `by` more in each entry of its matrix."""
-    masters = {name: tensor.float() for name, tensor in base.items()}
-    fast = masters | {"fc.weight": masters["fc.weight"] + by}
-    factors = delta.factors(masters, fast, rank=2)
-    assert set(factors) == {"fc.weight.u", "fc.weight.v"}
-    return factors
+    """Return `base` with `by` more in each entry of its matrix."""
+    return base | {"fc.weight": base["fc.weight"] + by}
 
 
 class Swaps:
@@ -79,24 +79,16 @@ class Swaps:
             raise RuntimeError("half loaded")
         self.served = dict(tensors)
 
-    def stage(self, tensors: dict[str, torch.Tensor], **meta: Any) -> int:
-        version = self.writer.latest_version + 1
-        received = on_wire(tensors)
-        self.writer.publish(
-            received, version=version, parent_version=version - 1, meta=meta
-        )
+    def stage(self, tensors: dict[str, torch.Tensor], *, fast: bool = False) -> int:
+        latest = self.writer.latest_version
+        version = next_step(latest, fast=True) if fast else None
+        version = version or first_version(number_of(latest) + 1)
+        self.writer.publish(DraftWeights.encode(to_bytes(tensors), version))
         self.made.stager.check_now()
         return version
 
-    def stage_fast(self, by: float, base: dict[str, torch.Tensor], over: int) -> int:
-        meta = {
-            "adaptation": {"base": over},
-            "delta": {"base": delta.fingerprint(base)},
-        }
-        return self.stage(changed(base, by), **meta)
-
-    def state(self) -> tuple[int, int, dict[str, int]]:
-        return self.made.version, self.made.base, dict(self.made.stager.refused)
+    def state(self) -> tuple[str, dict[str, int]]:
+        return version_name(self.made.version), dict(self.made.stager.refused)
 
     def serves(self, tensors: dict[str, torch.Tensor]) -> bool:
         same = [torch.equal(self.served[name], t) for name, t in tensors.items()]
@@ -114,50 +106,38 @@ def swaps(tmp_path, monkeypatch):
     made.close()
 
 
-def test_a_new_base_replaces_the_old_one(swaps):
+def test_fast_drafts_are_steps_over_their_base(swaps):
     made, other = swaps.made, draft(1)
-    made.install_ordered(swaps.stage_fast(0.5, swaps.base, 0))
+    fast = changed(swaps.base, 0.5)
+    made.install_ordered(swaps.stage(fast, fast=True))
+    assert swaps.state() == ("0.1", {}) and swaps.serves(fast) and made.number == 0
     made.install_ordered(swaps.stage(other))
-    assert swaps.state() == (2, 2, {}) and swaps.serves(other)
-    assert not made.stager.staged_fast
-    made.install_ordered(swaps.stage_fast(0.5, other, 2))
-    assert swaps.state() == (3, 2, {})
-    fast = swaps.served
-    assert swaps.serves(delta.apply(other, changed(other, 0.5)))
-    # A change of the old base is refused, and serving is unaffected.
-    swaps.stage_fast(0.5, swaps.base, 0)
+    assert swaps.state() == ("1", {}) and swaps.serves(other)
+    made.install_ordered(swaps.stage(changed(other, 0.5), fast=True))
+    assert swaps.state() == ("1.1", {}) and made.number == 1
+    # A bad one is refused, and serving is unaffected.
+    wrong = other | {"norm.weight": torch.full((ROWS,), torch.inf)}
+    refused = swaps.stage(wrong, fast=True)
     assert made.ready_version() == 0
-    assert swaps.state() == (3, 2, {"base": 1}) and swaps.served is fast
+    assert swaps.state() == ("1.1", {"not_finite": 1})
+    assert swaps.serves(changed(other, 0.5))
     made.report()
     feedback = swaps.writer.feedback()
-    assert (feedback.installed_version, feedback.refused_version) == (3, 4)
-    assert feedback.refused_reason == "base"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"fc.weight.u": torch.ones(ROWS, 3)}, "change"),
-        ({"norm.weight": torch.full((ROWS,), torch.inf)}, "change"),
-        ({"norm.weight": torch.full((ROWS,), 1e6)}, "norm"),
-        ({"lm_head.weight": torch.ones(3, 3)}, "change"),
-    ],
-)
-def test_an_invalid_change_is_refused(swaps, wrong, reason):
-    mark = {"base": delta.fingerprint(swaps.base)}
-    factors = changed(swaps.base, 0.5) | wrong
-    swaps.stage(factors, adaptation={"base": 0}, delta=mark)
-    assert swaps.state() == (0, 0, {reason: 1}) and swaps.made.ready_version() == 0
+    assert feedback.installed_version == made.version
+    assert (feedback.refused_version, feedback.refused_reason) == (
+        refused,
+        "not_finite",
+    )
 
 
 def test_a_failing_fast_draft_leaves_the_last_good_one_and_its_base(swaps):
     made = swaps.made
     made.install_ordered(swaps.stage(draft(1)))
     swaps.fails = [True]
-    made.install_ordered(swaps.stage_fast(0.5, draft(1), 1))
-    assert swaps.state() == (1, 1, {"install": 1}) and swaps.serves(draft(1))
-    made.install_ordered(swaps.stage_fast(0.5, draft(1), 1))
-    assert swaps.state() == (3, 1, {"install": 1})
+    made.install_ordered(swaps.stage(changed(draft(1), 0.5), fast=True))
+    assert swaps.state() == ("1", {"install": 1}) and swaps.serves(draft(1))
+    made.install_ordered(swaps.stage(changed(draft(1), 0.5), fast=True))
+    assert swaps.state() == ("1.3", {"install": 1})
 
 
 def worker(kind: type[Any], swaps: Swaps) -> Any:
@@ -180,17 +160,20 @@ def test_fast_drafts_keep_the_estimates_and_other_drafts_do_not(swaps):
     assert learnt > 100 and np.any(level != 0)
     for by in (0.5, 0.6):
         before = tide._draft_since
-        tide._install_ordered({"install": swaps.stage_fast(by, swaps.base, 0)})
+        tide._install_ordered(
+            {"install": swaps.stage(changed(swaps.base, by), fast=True)}
+        )
         assert tide._draft_since > before  # though it is another draft
-    assert swaps.state()[:2] == (2, 0)
+    assert swaps.state()[0] == "0.3"
     assert evidence() == learnt and np.array_equal(
         policy.acceptance.requests.value, level
     )
     tide._install_ordered({"install": swaps.stage(draft(1))})
     assert evidence() < 0.5 * learnt and not np.any(policy.acceptance.requests.value)
     learnt = evidence()
-    tide._install_ordered({"install": swaps.stage_fast(0.5, draft(1), 3)})
-    assert swaps.state()[:2] == (4, 3) and evidence() == learnt
+    fast = swaps.stage(changed(draft(1), 0.5), fast=True)
+    tide._install_ordered({"install": fast})
+    assert swaps.state()[0] == "1.1" and evidence() == learnt
 
 
 def test_adaptive_verification_keys_on_the_base(swaps):
@@ -201,8 +184,8 @@ def test_adaptive_verification_keys_on_the_base(swaps):
     )
     tide._steps, tide._log = Guard("steps"), SimpleNamespace(begin=lambda ended: False)
     tide.control = None
-    for version in (swaps.stage(draft(1)), None):
-        order = {"install": version or swaps.stage_fast(0.5, draft(1), 1)}
+    for fast in (False, True):
+        order = {"install": swaps.stage(draft(1), fast=fast)}
         tide.begin_step(
             SimpleNamespace(
                 num_scheduled_tokens={},
@@ -211,7 +194,7 @@ def test_adaptive_verification_keys_on_the_base(swaps):
                 scheduled_new_reqs=[],
             )
         )
-    assert seen == [1, 1] and swaps.made.version == 2
+    assert seen == [1, 1] and swaps.state()[0] == "1.1"
 
 
 def test_cached_prefixes_become_old_by_bases_alone():
@@ -221,9 +204,11 @@ def test_cached_prefixes_become_old_by_bases_alone():
     block = SimpleNamespace(block_id=0, block_hash="hash")
     scheduler.kv_cache_manager.block_pool.blocks.append(block)
     new = SimpleNamespace(num_computed_tokens=9, block_ids=[[0]])
-    tide.observe({"staged": 1, "staged_fast": True})
-    assert tide.control() == {"install": 1}
-    assert tide._prefix(new, 10) == "most"
-    tide.observe({"staged": 2, "staged_fast": False})
-    assert tide.control() == {"install": 2}
+    for step in (1, 2):  # a fast draft, and its base again
+        tide.observe({"staged": step})
+        assert tide.control() == {"install": step}
+        assert tide._prefix(new, 10) == "most"
+    base = first_version(1)
+    tide.observe({"staged": base})
+    assert tide.control() == {"install": base}
     assert tide._prefix(new, 10) == "most_old"

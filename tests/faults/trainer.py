@@ -19,7 +19,8 @@ import torch
 from bench.suites.planting import NAN, PERMUTED, Plant, planted
 from vllm_tide.cli.main import main as command
 from vllm_tide.deploy import canary
-from vllm_tide.deploy.deployment import Master, as_wire
+from vllm_tide.deploy.deployment import Master
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.sidecar import loop
 from vllm_tide.train import reservoir, trainer
 from vllm_tide.train.judgement import CycleResult
@@ -99,12 +100,11 @@ class OrderedSidecar(loop.Sidecar):
                 deployment.republish(trainer.snapshot(), {"ordered": what})
             else:
                 live = trainer.candidate_tensors(trainer.snapshot())
+                current = self.feeds._draft
                 self.feeds.publish(
-                    as_wire(spoilt(live, what, seed)),
-                    parent_version=deployment.published,
-                    meta={"ordered": what},
-                    engines=self.feeds.ids,
+                    to_bytes(spoilt(live, what, seed)), {"ordered": what}
                 )
+                self.feeds._draft = current  # for engines that join
         except TransportError:
             return False
         return True

@@ -22,9 +22,10 @@ from vllm_tide.transport import (
     WeightsRefused,
     WeightsSegment,
     WeightsWriter,
-    publication,
+    draft_weights,
     shm,
 )
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.record import FORMAT_VERSION, META, Frames, RecordError, decode
 from vllm_tide.transport.ring import FRAME_BYTES, MAGIC, RECORD, pack_frame, peek_ring
 from vllm_tide.transport.shm import DATA_AT, LINE_BYTES, PAGE_BYTES, is_orphaned
@@ -177,7 +178,7 @@ def weights_scene() -> tuple[WeightsSegment, Memory]:
     segment = WeightsSegment.create(8192)
     writer = WeightsWriter.attach(segment.name)
     for version in (1, 2):
-        writer.publish(TENSORS, version=version, parent_version=version - 1, meta={})
+        writer.publish(DraftWeights.encode(TENSORS, version))
     writer.close()
     segment.report(1, 2, "sha256", 1.5)
     return segment, Memory(segment._segment)
@@ -197,7 +198,7 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
             for _ in range(12):
                 assert len(trainer.feedback().refused_reason) <= 64
             version = trainer.latest_version + 1
-            trainer.publish(TENSORS, version=version, parent_version=0, meta={})
+            trainer.publish(DraftWeights.encode(TENSORS, version))
         finally:
             trainer.close()
         memory.harm(*given)
@@ -207,9 +208,9 @@ def read_weights(given: tuple[bytes | None, list[tuple[int, bytes]]]) -> None:
 
 
 @st.composite
-def publications(draw: st.DrawFn) -> publication.DraftBlob:
+def publications(draw: st.DrawFn) -> DraftWeights:
     """Return version 3, often with an arbitrary header and a right digest."""
-    data = publication.encode(TENSORS, 3, 2, {"loss": 1.0}).data
+    data = DraftWeights.encode(TENSORS, 3, {"loss": 1.0}).data
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     about = json.loads(header["__metadata__"]["vllm_tide"])
@@ -221,11 +222,11 @@ def publications(draw: st.DrawFn) -> publication.DraftBlob:
         text = draw(damaged_json([header]))
     whole = len(text).to_bytes(8, "little") + text + data[8 + length :]
     data = draw(st.one_of(st.just(whole), damaged([data])))
-    return publication.DraftBlob(3, hashlib.sha256(data).digest(), data)
+    return DraftWeights(3, hashlib.sha256(data).digest(), data)
 
 
-def read_publication(blob: publication.DraftBlob) -> None:
-    result = publication.decode(blob)
+def read_publication(blob: DraftWeights) -> None:
+    result = blob.verify()
     sizes = [len(item.data) for item in result.tensors.values()]
     assert max(sizes, default=0) <= len(blob.data)
 
@@ -239,7 +240,7 @@ def parsers() -> list[Parser]:
         wounds(ring_size, frames=True),
     )
     weights = st.tuples(
-        pages(WEIGHTS_MAGIC, publication.FORMAT_VERSION, {}, weights_size),
+        pages(WEIGHTS_MAGIC, draft_weights.FORMAT_VERSION, {}, weights_size),
         wounds(weights_size, frames=False),
     )
     records = st.one_of(damaged(BODIES), meta_bodies())

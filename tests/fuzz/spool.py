@@ -18,7 +18,7 @@ from tests.fuzz.damage import damaged, damaged_json, edges, json_or_bytes
 from tests.fuzz.memory import BODIES, FIELDS, SPEC, TENSORS
 from tests.transport.samples import body_of, make_record
 from vllm_tide import _shm
-from vllm_tide.transport import publication
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
     EngineFolder,
@@ -120,8 +120,8 @@ def read_drafts(body: bytes) -> None:
     where, path = folder()
     name = f"{7:019d}-{hashlib.sha256(body).hexdigest()}.safetensors"
     (path / "drafts" / name).write_bytes(body)
-    draft = publication.decode(where.read_draft(name))
-    publication.encode(draft.tensors, 7, 6, {})
+    draft = where.read_draft(name).verify()
+    DraftWeights.encode(draft.tensors, 7)
 
 
 def parsers() -> list[Parser]:
@@ -129,7 +129,7 @@ def parsers() -> list[Parser]:
     state = json_or_bytes(asdict(EngineState(last_shard=1)))
     trainer = json_or_bytes(asdict(TrainerState("a:1:2", draft="x")))
     states = st.tuples(json_or_bytes(ENGINE), state, trainer)
-    blob = publication.encode(TENSORS, 7, 6, {"loss": 1.0})
+    blob = DraftWeights.encode(TENSORS, 7, {"loss": 1.0})
     refused = (TransportError,)
     return [
         Parser("spool_reader", shards(), read_shards, refused),

@@ -15,8 +15,9 @@ from vllm_tide.transport import (
     TransportError,
     WeightsSegment,
     WeightsWriter,
-    publication,
+    draft_weights,
 )
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.record import FORMAT_VERSION
 from vllm_tide.transport.ring import MAGIC, Atomic, peek_ring
 from vllm_tide.transport.shm import (
@@ -110,7 +111,7 @@ def test_counters_of_a_segment_of_size_zero_are_invalid():
 @pytest.mark.parametrize("end", [WeightsSegment, WeightsWriter])
 def test_a_weights_segment_without_space_for_slots_is_refused(end, space):
     size = DATA_AT + space
-    page = sealed(WEIGHTS_MAGIC, publication.FORMAT_VERSION, size, b"{}")
+    page = sealed(WEIGHTS_MAGIC, draft_weights.FORMAT_VERSION, size, b"{}")
     with segment(page, size) as name, pytest.raises(TransportError, match="too small"):
         end.attach(name)
 
@@ -132,10 +133,10 @@ def test_a_reason_that_is_no_text_does_not_grow_with_every_poll():
 def test_a_version_beyond_u64_is_not_published():
     engine = WeightsSegment.create(8192)
     trainer = WeightsWriter.attach(engine.name)
-    trainer.publish(TENSORS, version=1, parent_version=0, meta={})
+    trainer.publish(DraftWeights.encode(TENSORS, 1))
     trainer._last_published = 2**64 - 1
     with pytest.raises(TransportError, match="exceeds the maximum"):
-        trainer.publish(TENSORS, version=2**64, parent_version=0, meta={})
+        trainer.publish(DraftWeights.encode(TENSORS, 2**64))
     trainer.close()
     engine.close()
 

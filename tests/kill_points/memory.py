@@ -21,11 +21,12 @@ from tests.transport.samples import (
 from tests.transport.spool_toys import ToyEngine, head_tensors
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
 from vllm_tide.transport import shm as shm_module
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.feeds import open_feeds
-from vllm_tide.transport.publication import Publication
 from vllm_tide.transport.rendezvous import reclaim_orphans
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR, TransportError
+from vllm_tide.transport.versions import first_version, number_of
 from vllm_tide.transport.weights import WeightsRefused
 
 SPEC = make_spec("topk", hidden_size=4, topk=2)
@@ -147,7 +148,7 @@ class Publisher(Protocol):
     def _publish(self, writer: WeightsWriter) -> None:
         version = writer.latest_version + 1
         tensors = head_tensors(float(version))
-        writer.publish(tensors, version=version, parent_version=0, meta={})
+        writer.publish(DraftWeights.encode(tensors, version))
 
     def act(self) -> bool:
         with closing(WeightsWriter.attach(self._segment.name)) as writer:
@@ -166,7 +167,7 @@ class Publisher(Protocol):
         self._segment.close()
 
 
-def assert_whole(draft: Publication) -> None:
+def assert_whole(draft: DraftWeights) -> None:
     """Assert that it is the draft of its version."""
     values = draft.tensors["fc.weight"].data.view(np.float32)
     assert (values == float(draft.version)).all()
@@ -200,7 +201,8 @@ class RingFeedProtocol(Protocol):
         self._engine = ToyEngine(self.folder)
         self._engine.serve(range(4))
         with closing(WeightsWriter.attach(self._engine.weights.name)) as writer:
-            writer.publish(head_tensors(1.0), version=1, parent_version=0, meta={})
+            first = first_version(1)
+            writer.publish(DraftWeights.encode(head_tensors(float(first)), first))
 
     def act(self) -> bool:
         feeds = open_feeds(self._engine.run_dir)
@@ -217,8 +219,8 @@ class RingFeedProtocol(Protocol):
             if newest is None:
                 return False
             assert_whole(newest)
-            version = feeds.next_version
-            feeds.publish(head_tensors(float(version)), parent_version=0, meta={})
+            version = first_version(number_of(newest.version) + 1)
+            feeds.publish(head_tensors(float(version)), {})
         finally:
             feeds.close()
         return len(feeds) == 0
@@ -227,7 +229,7 @@ class RingFeedProtocol(Protocol):
         with suppress(WeightsRefused):
             read = self._engine.weights.read()
             assert_whole(read)
-            assert read.version >= (2 if done else 1)
+            assert number_of(read.version) >= (2 if done else 1)
 
     def close(self) -> None:
         self._engine.close()

@@ -24,7 +24,8 @@ from tests.transport.spool_toys import (
     write_shards,
     writer_of,
 )
-from vllm_tide.transport import feed_spool, publication
+from vllm_tide.transport import feed_spool
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import ABANDONED_S, reclaim_orphans
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.spool import (
@@ -137,7 +138,7 @@ class DeadEngine(Spool):
         toy = ToyEngine(self.folder / "toy")
         self.engine.write_engine(EngineEntry(toy.manifest, SPEC, {"a": "b"}))
         toy.close()
-        self.engine.write_draft(publication.encode(head_tensors(1.0), 1, 0, {}))
+        self.engine.write_draft(DraftWeights.encode(head_tensors(1.0), 1))
         self.engine.write_state(EngineState(unix=1.0, last_shard=2))
 
     def act(self) -> bool:
@@ -241,7 +242,7 @@ class Trainer(Spool):
         if not hasattr(self, "_version"):
             self._version = feed.latest_version + 1
             tensors = head_tensors(float(self._version))
-            feed.publish(tensors, version=self._version, parent_version=0, meta={})
+            feed.publish(DraftWeights.encode(tensors, self._version))
         feed.heartbeat()
         feed.close()
         feed._closing.clear()  # it is asked again where its last write failed
@@ -253,7 +254,7 @@ class Trainer(Spool):
         if trainer.draft:
             blob = self.engine.read_draft(trainer.draft)
             blob.verify()
-            assert_whole(publication.decode(blob))
+            assert_whole(blob.verify())
         assert not done or (trainer.draft and not trainer.running)
 
 
@@ -264,7 +265,7 @@ class Relayed(Spool):
         super().begin()
         self._engine = ToyEngine(self.folder)
         self._engine.serve(range(4))
-        blob = publication.encode(head_tensors(1.0), 1, 0, {})
+        blob = DraftWeights.encode(head_tensors(1.0), 1)
         draft = self.engine.write_draft(blob)
         self.engine.write_trainer(TrainerState("i", unix=1.0, draft=draft))
 
@@ -284,7 +285,7 @@ class Relayed(Spool):
             seeds += [record.draft_version for record in shard[1]]
         assert not reader.skipped["damaged"]
         assert seeds == sorted(set(seeds)) and set(seeds) <= set(range(4))
-        with suppress(publication.WeightsRefused):
+        with suppress(WeightsRefused):
             assert_whole(self._engine.weights.read())
         assert not done or self._engine.weights.latest_version() == 1
         entry = self.engine.read_engine()

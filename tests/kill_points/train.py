@@ -18,18 +18,21 @@ from tests.kill_points.points import Protocol
 from tests.train.toys import HIDDEN, LLAMA, ToyTarget
 from tests.transport.samples import make_manifest
 from vllm_tide.config import FreshConfig, TrainConfig
-from vllm_tide.deploy.deployment import as_wire, master_of
 from vllm_tide.deploy.rollback import roll_back
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
 from vllm_tide.draft import export
 from vllm_tide.draft.checkpoint import read_tensors, save_draft
 from vllm_tide.draft.config import read_config
 from vllm_tide.draft.fresh import fresh_directory
+from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.target import rows_fingerprint
+from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank
 from vllm_tide.transport import WeightsSegment, WeightsWriter
+from vllm_tide.transport.draft_weights import DraftWeights
+from vllm_tide.transport.versions import first_version
 
 TOY = ToyTarget()
 
@@ -201,7 +204,7 @@ class RolledBack(Models):
                 tensors = self._tensors(version)
                 self._store().put(tensors, version)
                 writer.publish(
-                    as_wire(tensors), version=version, parent_version=0, meta={}
+                    DraftWeights.encode(to_bytes(tensors), first_version(version))
                 )
 
     def _tensors(self, version: int) -> dict[str, Tensor]:
@@ -214,7 +217,7 @@ class RolledBack(Models):
         return DraftStore(self.folder / "heads", fingerprint)
 
     def _live(self) -> Mapping[str, Tensor]:
-        return master_of(self._segment.read())
+        return canonical(from_bytes(self._segment.read().tensors))
 
     def _holds(self, live: Mapping[str, Tensor], version: int) -> bool:
         expected = self._tensors(version)["fc.weight"]

@@ -29,6 +29,7 @@ from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import RingSpec, RingWriter
 from vllm_tide.transport.shm import SHM_DIR
+from vllm_tide.transport.versions import first_version, number_of
 from vllm_tide.transport.weights import WeightsSegment
 
 TOY = ToyTarget()
@@ -102,6 +103,16 @@ class Engine:
                 )  # fmt: skip
                 assert write_record(self.ring, record)
 
+    @property
+    def latest(self) -> int:
+        """Number of the draft that was sent last."""
+        return number_of(self.weights.latest_version())
+
+    def report(self, installed: int, refused: int = 0, reason: str = "") -> None:
+        """Report the numbers of the served and of the last refused draft."""
+        versions = first_version(installed), first_version(refused)
+        self.weights.report(*versions, reason, swap_pause_ms=2.0)
+
     def status(self) -> dict:
         return json.loads((self.run_dir / "trainer-test.json").read_text())
 
@@ -141,13 +152,12 @@ def test_once_trains_and_publishes_and_the_next_run_continues(engine, tmp_path):
     engine.serve(60)
     sidecar = attach(engine)
     assert sidecar.run(once=True) == "stopped"
-    assert engine.weights.latest_version() == 1
-    publication = engine.weights.read()
-    assert (publication.version, publication.parent_version) == (1, 0)
-    assert publication.meta["gain"] > 0.5
+    assert engine.latest == 1
+    sent = engine.weights.read()
+    assert sent.meta["gain"] > 0.5
     served = load_draft(tmp_path / "draft", TOY.rows)
-    assert set(publication.tensors) == set(served.named_tensors())
-    assert {t.dtype for t in publication.tensors.values()} == {"float32"}
+    assert set(sent.tensors) == set(served.named_tensors())
+    assert {t.dtype for t in sent.tensors.values()} == {"float32"}
     status = engine.status()
     assert status["state"] == "stopped"
     assert status["published_version"] == 1
@@ -156,7 +166,7 @@ def test_once_trains_and_publishes_and_the_next_run_continues(engine, tmp_path):
     assert status["rows_skipped"]["not_finite"] == 10
     assert status["holdout_acceptance_new"] > status["holdout_acceptance_live"]
     assert oct((engine.run_dir / "trainer-test.json").stat().st_mode)[-3:] == "600"
-    engine.weights.report(1)
+    engine.report(1)
     again = attach(engine)
     live, published = again.trainer.snapshot(), sidecar.trainer.snapshot()
     assert all(torch.equal(live[name], published[name]) for name in live)

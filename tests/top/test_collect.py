@@ -21,8 +21,10 @@ from vllm_tide.top.collect import (
     read_trainers,
 )
 from vllm_tide.transport import RingReader, RingWriter, WeightsSegment, WeightsWriter
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.rendezvous import write_manifest
 from vllm_tide.transport.ring import peek_ring
+from vllm_tide.transport.versions import first_version
 from vllm_tide.transport.weights import peek_weights
 
 
@@ -106,8 +108,8 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
         write_record(ring, make_record(make_spec(), seed))
     writer = WeightsWriter.attach(segment.name)
     tensors = {"a": ("float32", (2,), bytes(8))}
-    writer.publish(tensors, version=3, parent_version=0, meta={})
-    segment.report(2, 3, "norm", 10.9)
+    writer.publish(DraftWeights.encode(tensors, first_version(3)))
+    segment.report(first_version(2), first_version(3), "norm", 10.9)
     assert peek_weights(segment.name).feedback == writer.feedback()
     writer.close()
     names = {"ring": ring.name, "weights": segment.name}

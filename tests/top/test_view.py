@@ -14,10 +14,12 @@ from vllm_tide.top.collect import Sample, read_engines, trainer_figures
 from vllm_tide.top.figures import make_picture
 from vllm_tide.top.view import body, plain
 from vllm_tide.transport import RingStats, WeightsFeedback
+from vllm_tide.transport.versions import first_version
 from vllm_tide.transport.weights import WeightsPeek
 
 RING = RingStats(1 << 20, 1 << 19, 10, 40, 2, 8, 1, True)
-WEIGHTS = WeightsPeek(6, WeightsFeedback(5, 6, "norm", True, 10.9))
+_FIVE, _SIX = map(first_version, (5, 6))
+WEIGHTS = WeightsPeek(_SIX, WeightsFeedback(_FIVE, _SIX, "norm", True, 10.9))
 
 
 def picture(*, servers=True, engines=1, trainers=1, **changed):

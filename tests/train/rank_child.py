@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.train.toys import VOCAB, ToyTarget, config
 from vllm_tide.config import TrainConfig
-from vllm_tide.deploy.deployment import as_wire
 from vllm_tide.draft import VocabMap
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.target import TargetRows
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.train import step
 from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import (
@@ -43,6 +43,7 @@ from vllm_tide.train.distributed import (
 )
 from vllm_tide.train.ranks import RankLost, Ranks, exit_rank
 from vllm_tide.train.sample import Sample
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.weights import WeightsWriter
 
 step.COMPUTE_DTYPE = torch.float32
@@ -159,7 +160,7 @@ def lead(ranks: Ranks, options: dict[str, Any]) -> None:
             writer = WeightsWriter.attach(options["segment"])
             stepper.gather()
             tensors = {n: t.detach() for n, t in mine.named_tensors().items()}
-            writer.publish(as_wire(tensors), version=1, parent_version=0, meta={})
+            writer.publish(DraftWeights.encode(to_bytes(tensors), 1))
         state = TrainState(
             steps=index + 1,
             published_version=version,

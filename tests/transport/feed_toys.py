@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections import Counter, deque
 from types import SimpleNamespace
 
-import numpy as np
-
 from tests.transport.samples import make_metadata_only, make_spec
 from tests.transport.spool_toys import (
     head_tensors,
 )
 from vllm_tide.transport import TransportError
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.feeds import (
     Feeds,
 )
-from vllm_tide.transport.publication import Publication, TensorBytes
+from vllm_tide.transport.versions import first_version, version_name
 from vllm_tide.transport.weights import WeightsFeedback
 
 SPEC = make_spec()
 
 
 class FakeFeed:
-    """A feed of rows only; `fail` makes the next call of that name raise."""
+    """A feed of rows only; `fail` makes the next call of that name raise.
+
+    Attributes:
+        sent: Drafts by name of the version.
+    """
 
     def __init__(self, name, sizes=(), latest=0):
-        self.id, self.latest_version = name, latest
+        self.id, self.latest_version = name, first_version(latest)
         tide = {"test_time": {"adapt": "shared"}}
         self.manifest = SimpleNamespace(tenant_key_id="", tide=tide)
         self.queue = deque(make_metadata_only(SPEC, num_rows=size) for size in sizes)
@@ -63,17 +66,16 @@ class FakeFeed:
             self.installed, self.refused, self.reason, not self.dead, 0.5
         )
 
-    def publish(self, tensors, *, version, parent_version, meta):
+    def publish(self, weights):
         self._check("publish")
-        assert version > self.latest_version
-        self.latest_version, self.sent[version] = version, dict(tensors)
+        assert weights.version > self.latest_version
+        self.latest_version = weights.version
+        self.sent[version_name(weights.version)] = weights
 
     def latest(self):
         if not self.latest_version:
             return None
-        data = np.full(4, self.latest_version, np.uint8)
-        tensor = TensorBytes("uint8", (4,), data)
-        return Publication(self.latest_version, 0, 0, {}, {"x": tensor})
+        return DraftWeights.encode(head_tensors(1), self.latest_version)
 
     def set_collect(self, mode):
         self.collect = mode
@@ -127,5 +129,5 @@ def rows(batches):
     return {name: sum(r.num_rows for r in records) for name, records in batches}
 
 
-def publish(feeds, value=1, **more):
-    return feeds.publish(head_tensors(value), parent_version=0, meta={}, **more)
+def publish(feeds, value=1):
+    return feeds.publish(head_tensors(value), {})

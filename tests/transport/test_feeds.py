@@ -15,9 +15,11 @@ from tests.transport.feed_toys import (
     scan,
 )
 from tests.transport.samples import make_spec
+from tests.transport.spool_toys import head_tensors
 from vllm_tide.transport import TransportError
-from vllm_tide.transport.feeds import SHARE_ROWS, Feeds
+from vllm_tide.transport.feeds import SHARE_ROWS, Feeds, NoStepLeft
 from vllm_tide.transport.ring import Collect
+from vllm_tide.transport.versions import first_version
 
 # Fair shares
 
@@ -141,45 +143,34 @@ def test_a_joining_engine_receives_the_collect_mode():
 
 
 def test_a_draft_goes_to_all_engines_and_to_later_ones():
-    a, b, c, d = FakeFeed("a"), FakeFeed("b", latest=4), FakeFeed("c"), FakeFeed("d")
+    a, b, c = FakeFeed("a"), FakeFeed("b", latest=4), FakeFeed("c")
     feeds, source = feeds_of(a, b)
     assert publish(feeds) == 5
-    assert list(a.sent) == list(b.sent) == [5]
+    assert list(a.sent) == list(b.sent) == ["5"]
+    assert a.sent["5"] is b.sent["5"]  # encoded once
     source.feeds["c"] = c
     scan(feeds)
-    assert list(c.sent) == [5]
+    assert list(c.sent) == ["5"]
     assert publish(feeds) == 6
-    assert list(c.sent) == [5, 6]
-    # But not one for some engines only.
-    assert publish(feeds, engines=["b"]) == 7
-    source.feeds["d"] = d
-    scan(feeds)
-    assert (list(a.sent), list(b.sent), list(d.sent)) == ([5, 6], [5, 6, 7], [6])
-    assert feeds.versions()["b"].published == 7
-    assert publish(feeds) == 8
-
-
-def test_an_engine_with_higher_versions_gets_the_draft_under_its_own():
-    a, b = FakeFeed("a"), FakeFeed("b", latest=9)
-    feeds, source = feeds_of(a)
-    assert publish(feeds) == 1
-    source.feeds["b"] = b
-    scan(feeds)
-    assert list(b.sent) == [10]
-    b.installed = 10
-    versions = feeds.versions()
-    assert (versions["b"].published, versions["b"].installed) == (1, 1)
-    assert feeds.number_of("b", 10) == 1
-    assert feeds.number_of("a", 1) == 1
-    assert publish(feeds) == 11
-    assert list(b.sent) == [10, 11]
-    assert list(a.sent) == [1, 11]
+    assert list(c.sent) == ["5", "6"]
     b.fail = "alive"  # it returns, and still has what it was sent
     feeds.poll()
     b.fail = ""
     feeds._retry_at.clear()
     scan(feeds)
-    assert list(b.sent) == [10, 11]
+    assert list(b.sent) == ["5", "6"] and not feeds.needs_new_number
+
+
+def test_an_engine_with_higher_versions_requires_a_new_number_for_all():
+    a, b = FakeFeed("a"), FakeFeed("b", latest=9)
+    feeds, source = feeds_of(a)
+    assert publish(feeds) == 1
+    source.feeds["b"] = b
+    scan(feeds)
+    assert b.sent == {} and feeds.needs_new_number
+    assert publish(feeds) == 10
+    assert list(a.sent) == ["1", "10"] and list(b.sent) == ["10"]
+    assert not feeds.needs_new_number
 
 
 def test_a_draft_that_one_engine_cannot_take_goes_to_the_others():
@@ -187,7 +178,7 @@ def test_a_draft_that_one_engine_cannot_take_goes_to_the_others():
     feeds, source = feeds_of(a, b)
     a.fail = "publish"
     assert publish(feeds) == 1
-    assert list(b.sent) == [1]
+    assert list(b.sent) == ["1"]
     assert feeds.failed_publications == 1
     assert feeds.ids == ["b", "a"]  # it still feeds
     b.fail = "publish"
@@ -195,15 +186,68 @@ def test_a_draft_that_one_engine_cannot_take_goes_to_the_others():
         publish(feeds)
     source.feeds["c"] = c  # it is not sent what no engine received
     scan(feeds)
-    assert list(c.sent) == [1]
+    assert list(c.sent) == ["1"]
 
 
 def test_after_a_restart_the_newest_accepted_draft_goes_to_all():
     a, b, c = FakeFeed("a", latest=3), FakeFeed("b", latest=7), FakeFeed("c", latest=5)
-    b.refused = 7
+    b.refused = b.latest_version
     feeds, _ = feeds_of(a, b, c)
     latest = feeds.latest()
-    assert latest.version == 5
-    assert list(a.sent) == [5]
+    assert latest.version == first_version(5)
+    assert list(a.sent) == ["5"]
     assert (b.sent, c.sent) == ({}, {})
-    assert feeds.next_version == 8
+    assert not feeds.needs_new_number
+    assert publish(feeds) == 8
+
+
+# Steps over a draft
+
+
+def test_a_fast_draft_is_a_step_over_its_base():
+    a, b, c = FakeFeed("a"), FakeFeed("b"), FakeFeed("c")
+    feeds, source = feeds_of(a, b, c)
+    base = publish(feeds)
+    a.installed = b.installed = first_version(base)  # and c has not installed it
+    assert feeds.send_step(["a"], head_tensors(2), number=base, fast=True) == ["a"]
+    both = {"number": base, "fast": True}
+    assert feeds.send_step(["a", "b"], head_tensors(2), **both) == ["a", "b"]
+    assert list(a.sent) == ["1", "1.1", "1.3"] and list(b.sent) == ["1", "1.3"]
+    states = feeds.versions()
+    assert [states[n].adaptation for n in "abc"] == ["sent", "sent", ""]
+    assert [states[n].published for n in "abc"] == [1, 1, 1]
+    a.installed, b.refused = a.latest_version, b.latest_version
+    states = feeds.versions()
+    assert [states[n].adaptation for n in "abc"] == ["served", "refused", ""]
+    assert [states[n].installed for n in "ab"] == [1, 1]
+    assert states["b"].refused == 0  # it is no refusal of the base
+    feeds.send_step(["a"], head_tensors(1), number=base, fast=False)
+    assert list(a.sent)[-1] == "1.4"
+    assert feeds.versions()["a"].adaptation == ""
+    a.refused = a.latest_version
+    assert feeds.versions()["a"].adaptation == "served"
+    a.installed, a.refused = a.latest_version, 0
+    assert feeds.versions()["a"].adaptation == ""
+    # An engine that joins gets the base.
+    source.feeds["d"] = FakeFeed("d")
+    scan(feeds)
+    assert list(source.feeds["d"].sent) == ["1"]
+    assert publish(feeds) == 2
+
+
+def test_a_step_that_an_engine_would_refuse_needs_a_new_number():
+    a, b = FakeFeed("a"), FakeFeed("b")
+    feeds, _ = feeds_of(a, b)
+    assert (publish(feeds), publish(feeds)) == (1, 2)
+    with pytest.raises(NoStepLeft):  # the newer one was refused, for example
+        feeds.send_step(["a"], head_tensors(1), number=1, fast=True)
+    # One even step is left to replace the last fast draft.
+    b.latest_version = first_version(3) - 3
+    with pytest.raises(NoStepLeft):
+        feeds.send_step(["b"], head_tensors(1), number=2, fast=True)
+    feeds.send_step(["b"], head_tensors(1), number=2, fast=False)
+    with pytest.raises(NoStepLeft):
+        feeds.send_step(["b"], head_tensors(1), number=2, fast=False)
+    a.fail = "publish"
+    with pytest.raises(TransportError, match="engine a: a cannot publish"):
+        feeds.send_step(["a"], head_tensors(1), number=2, fast=True)

@@ -24,6 +24,7 @@ from tests.transport.spool_toys import (
 )
 from tests.transport.test_spool_shards import of_tenants
 from vllm_tide.transport import TransportError, feed_spool, spool_relay
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.feed import RingFeed, RunDirSource
 from vllm_tide.transport.feed_spool import SpoolSource
 from vllm_tide.transport.feeds import (
@@ -34,6 +35,7 @@ from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, EngineState, Store
 from vllm_tide.transport.spool_shard import purge_shards
+from vllm_tide.transport.versions import first_version
 
 SPEC = make_spec()
 
@@ -82,9 +84,9 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     version = publish(feeds, 7)
     for engine in (a, b):
         got = engine.weights.read()
-        assert got.version == version
+        assert got.version == first_version(version)
         assert got.tensors["fc.weight"].data.view(np.float32)[0] == 7
-    a.weights.report(version)
+    a.weights.report(first_version(version))
     versions = feeds.versions()
     assert (versions["a"].installed, versions["b"].installed) == (1, 0)
     feeds.set_collect(Collect.METADATA)
@@ -97,7 +99,7 @@ def test_two_engines_of_one_host_feed_one_trainer(toys, tmp_path):
     only.close()
     again = open_feeds(tmp_path / "host" / "run")
     again.poll()
-    assert again.latest().version == version
+    assert again.latest().version == first_version(version)
     again.close()
 
 
@@ -124,7 +126,7 @@ def test_versions_that_an_engine_refused_are_skipped(toys):
     engine = toys("a")
     feed = RingFeed(engine.manifest)
     for version in (1, 2):
-        feed.publish(head_tensors(version), version=version, parent_version=0, meta={})
+        feed.publish(DraftWeights.encode(head_tensors(version), version))
     engine.weights.report(1, 2, "norm")
     assert feed.latest().version == 1
     engine.weights.report(1, 7, "sha256")
@@ -165,7 +167,7 @@ def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     feed = feed_of(s.store, "a")
     assert read_feed(feed) == want
     assert feed.alive()
-    feed.publish(head_tensors(2), version=1, parent_version=0, meta={})
+    feed.publish(DraftWeights.encode(head_tensors(2), 1))
     feed.heartbeat()
     s.step()
     assert s.engine.weights.read().version == 1
@@ -177,9 +179,9 @@ def test_a_feed_through_a_spool_behaves_like_any_other(spooled):
     assert feedback.engine_alive
     assert feed.latest().version == 1
     with pytest.raises(TransportError, match="not newer"):
-        feed.publish(head_tensors(1), version=1, parent_version=0, meta={})
+        feed.publish(DraftWeights.encode(head_tensors(1), 1))
     with pytest.raises(TransportError, match="exceeds the maximum"):
-        feed.publish(head_tensors(3), version=2**63, parent_version=1, meta={})
+        feed.publish(DraftWeights.encode(head_tensors(3), 2**63))
     feed.set_collect(Collect.NOTHING)
     feed.heartbeat()
     s.step()
@@ -239,9 +241,9 @@ def test_a_trainer_that_hung_ends_when_another_has_replaced_it(spooled, monkeypa
     s = spooled()
     feed = feed_of(s.store, "a")
     second = feed_of(s.store, "a")
-    second.publish(head_tensors(9), version=5, parent_version=0, meta={})
+    second.publish(DraftWeights.encode(head_tensors(9), 5))
     second.heartbeat()
-    feed.publish(head_tensors(1), version=3, parent_version=0, meta={})
+    feed.publish(DraftWeights.encode(head_tensors(1), 3))
     feed.heartbeat()
     with pytest.raises(TransportError, match="has replaced this one for engine a"):
         feed.heartbeat()
@@ -398,7 +400,7 @@ def test_hanging_storage_stops_neither_the_trainer_nor_other_engines(
     want = serve_in(near, range(5))
     publish(feeds)
     assert drain(feeds, count=5) == {"near": want}
-    assert near.weights.read().version == 1
+    assert near.weights.read().version == first_version(1)
     feed._heartbeat._timeout_s = 0.0
     feed._reached = feed._progress = -1e9
     feeds.poll()

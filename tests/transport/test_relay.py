@@ -21,8 +21,9 @@ from tests.transport.spool_toys import (
 )
 from vllm_tide.cli import relay as cli_relay
 from vllm_tide.config import parse_tide, starts_trainer
-from vllm_tide.transport import TransportError, publication, spool_shard
+from vllm_tide.transport import TransportError, spool_shard
 from vllm_tide.transport.admin import sockets
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import SHM_DIR
 from vllm_tide.transport.spool import EngineFolder, TrainerState
@@ -34,7 +35,7 @@ def read_seeds(store):
 
 def send(folder, version, tensors=None):
     """Store a draft as a trainer does; return its file's path."""
-    blob = publication.encode(tensors or head_tensors(version), version, 0, {"g": 1})
+    blob = DraftWeights.encode(tensors or head_tensors(version), version, {"g": 1})
     name = folder.write_draft(blob)
     folder.write_trainer(TrainerState("i", unix=time.time(), draft=name))
     return folder.path("drafts", name), blob

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.transport.spool_toys import ROWS, failing, feed_of, head_tensors, settle
 from vllm_tide.draft.target import TargetRows
-from vllm_tide.transport import TransportError, WeightsRefused, publication
+from vllm_tide.transport import TransportError, WeightsRefused
+from vllm_tide.transport.draft_weights import DraftWeights
 from vllm_tide.transport.identity import difference, identity_of
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import sanitize_for_log
@@ -27,6 +28,7 @@ from vllm_tide.transport.spool import (
     draft_version,
 )
 from vllm_tide.transport.spool_models import find_models
+from vllm_tide.transport.versions import first_version
 
 FAR = 2**63 - 1
 
@@ -186,12 +188,12 @@ def test_a_draft_is_read_back_to_the_bit_and_the_last_two_are_stored(store):
     for name in foreign:
         store.write(folder.path("drafts", name), b"")
     for version in range(1, 5):
-        blob = publication.encode(head_tensors(version), version, 1, {"a": 1})
+        blob = DraftWeights.encode(head_tensors(version), version, {"a": 1})
         names.append(folder.write_draft(blob))
         assert draft_version(names[-1]) == version
-        assert folder.read_draft(names[-1]) == blob
-    got = publication.decode(folder.read_draft(names[-1]))
-    assert (got.version, got.parent_version, got.meta) == (4, 1, {"a": 1})
+        assert bytes(folder.read_draft(names[-1]).data) == blob.data
+    got = folder.read_draft(names[-1]).verify()
+    assert (got.version, got.sha256, got.meta) == (4, blob.sha256, {"a": 1})
     want = head_tensors(4)["fc.weight"][2]
     assert got.tensors["fc.weight"].data.tobytes() == want.tobytes()
     stored = store.sizes(folder.path("drafts"))
@@ -209,7 +211,8 @@ def test_versions_that_are_invalid_or_skip_too_far_are_none():
 
 def test_a_damaged_large_or_missing_draft_is_refused(store):
     folder = EngineFolder(store, "e1")
-    name = folder.write_draft(publication.encode(head_tensors(1), 1, 0, {}))
+    version = first_version(1)
+    name = folder.write_draft(DraftWeights.encode(head_tensors(1), version))
     path = folder.path("drafts", name)
     body = store.read(path, 1 << 20)
     with pytest.raises(WeightsRefused) as caught:
@@ -218,7 +221,7 @@ def test_a_damaged_large_or_missing_draft_is_refused(store):
     for damaged in (body[:-1], body[:-1] + b"\0"):
         store.write(path, damaged)
         with pytest.raises(WeightsRefused) as caught:
-            publication.decode(folder.read_draft(name))
+            folder.read_draft(name).verify()
         assert caught.value.reason == "sha256"
     store.remove(path)
     with pytest.raises(StoreError, match="draft 1 is not in"):
@@ -227,7 +230,7 @@ def test_a_damaged_large_or_missing_draft_is_refused(store):
 
 def test_a_sparse_draft_is_refused_by_relay_and_trainer(disk, engine, tmp_path):
     relay, folder = engine.relay(disk), engine.folder(disk)
-    name = folder.write_draft(publication.encode(head_tensors(1), 2, 0, {}))
+    name = folder.write_draft(DraftWeights.encode(head_tensors(1), 2))
     with (tmp_path / "spool" / folder.path("drafts", name)).open("r+b") as file:
         file.truncate(1 << 40)
     folder.write_trainer(TrainerState("i", draft=name))

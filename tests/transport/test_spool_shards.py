@@ -30,8 +30,8 @@ from tests.transport.spool_toys import (
 )
 from vllm_tide import _shm
 from vllm_tide.transport import Phase, RingWriter, spool_shard
+from vllm_tide.transport.draft_weights import tensor_spec
 from vllm_tide.transport.process import steady_unix
-from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.spool import (
     EngineFolder,
     EngineState,

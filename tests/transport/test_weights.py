@@ -12,9 +12,8 @@ from vllm_tide.transport import (
     WeightsRefused,
     WeightsSegment,
     WeightsWriter,
-    publication,
 )
-from vllm_tide.transport.publication import DraftBlob
+from vllm_tide.transport.draft_weights import _DTYPES, DraftWeights
 from vllm_tide.transport.shm import ATOMICS_AT, DATA_AT, SHM_DIR
 from vllm_tide.transport.weights import BLOB_AT
 
@@ -38,9 +37,9 @@ def delivered(got):
     return {name: (t.dtype, t.shape, t.data.tobytes()) for name, t in got.items()}
 
 
-def publish(writer, version, parent=0):
+def publish(writer, version):
     tensors = make_tensors(version)
-    writer.publish(tensors, version=version, parent_version=parent, meta=META)
+    writer.publish(DraftWeights.encode(tensors, version, META))
     return {
         name: (dtype, shape, memoryview(data).tobytes())
         for name, (dtype, shape, data) in tensors.items()
@@ -58,12 +57,11 @@ def test_a_publication_is_read_back_to_the_bit(weights_pair):
     segment, writer = weights_pair()
     assert segment.latest_version() == 0
     assert refused(segment) == "empty"
-    want = publish(writer, 3, parent=1)
+    want = publish(writer, 3)
     assert segment.latest_version() == 3 == writer.latest_version
     got = segment.read()
     assert delivered(got.tensors) == want
-    assert (got.version, got.parent_version, got.meta) == (3, 1, META)
-    assert abs(got.created_unix_ns - os.stat("/proc/self").st_mtime_ns) < 3600e9
+    assert (got.version, got.meta) == (3, META)
     other = WeightsSegment.attach(segment.name)
     for version in range(4, 8):  # in both slots
         want = publish(writer, version)
@@ -72,14 +70,14 @@ def test_a_publication_is_read_back_to_the_bit(weights_pair):
     other.close()
     assert os.path.exists(f"{SHM_DIR}/{segment.name}")
     # As the safetensors library has it.
-    blob = publication.encode(make_tensors(), 1, 0, {})
+    blob = DraftWeights.encode(make_tensors(), 1)
     theirs = dict(safetensors.deserialize(blob.data))
-    ours = publication.decode(blob).tensors
+    ours = blob.verify().tensors
     assert ours.keys() == theirs.keys() == make_tensors().keys()
     for name, tensor in ours.items():
         assert tensor.data.tobytes() == bytes(theirs[name]["data"])
         assert list(tensor.shape) == theirs[name]["shape"]
-        assert publication._DTYPES[tensor.dtype][0] == theirs[name]["dtype"]
+        assert _DTYPES[tensor.dtype][0] == theirs[name]["dtype"]
 
 
 def test_versions_never_decrease(weights_pair):
@@ -88,7 +86,7 @@ def test_versions_never_decrease(weights_pair):
     writer.close()
     again = WeightsWriter.attach(segment.name)
     for version in (0, 4, 5):
-        with pytest.raises(TransportError, match="not newer than 5"):
+        with pytest.raises(TransportError, match="not newer than 0.5"):
             publish(again, version)
     publish(again, 6)
     assert segment.read().version == 6
@@ -113,7 +111,7 @@ def test_an_unfit_draft_is_refused_before_anything_is_written(
     publish(writer, 1)
     for version in (2, 3):  # whichever slot
         with pytest.raises(error):
-            writer.publish({"x": tensor}, version=version, parent_version=1, meta={})
+            writer.publish(DraftWeights.encode({"x": tensor}, version))
     assert segment.read().version == 1
 
 
@@ -122,7 +120,7 @@ def test_every_damaged_byte_is_refused_with_a_reason_or_harmless(weights_pair):
     publish(writer, 1)
     publish(writer, 2)
     want = publish(writer, 3)
-    size = BLOB_AT + len(publication.encode(make_tensors(3), 3, 0, META).data)
+    size = BLOB_AT + len(DraftWeights.encode(make_tensors(3), 3, META).data)
     buf = writer._segment.buf
     reasons = set()
     assert delivered(segment.read().tensors) == want
@@ -168,11 +166,11 @@ def sealed(header, data=bytes(4)):
     """Return a draft of version 1 with any header and a right digest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     body = len(text).to_bytes(8, "little") + text + data
-    return DraftBlob(1, hashlib.sha256(body).digest(), body)
+    return DraftWeights(1, hashlib.sha256(body).digest(), body)
 
 
 ABOUT = {
-    "format": 2, "version": 1, "parent_version": 0, "created_unix_ns": 0, "meta": {},
+    "format": 3, "version": 1, "meta": {},
 }  # fmt: skip
 X = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
@@ -192,7 +190,7 @@ def described(about, **tensors):
         {"x": X},
         described([], x=X),
         described({"version": 1}, x=X),
-        described({**ABOUT, "format": 1}, x=X),
+        described({**ABOUT, "format": 2}, x=X),
         described({**ABOUT, "version": 2}, x=X),
         described(ABOUT, x=1),
         described(ABOUT, x={**X, "shape": [2]}),
@@ -205,11 +203,11 @@ def described(about, **tensors):
     ],
 )
 def test_an_invalid_draft_with_a_right_digest_is_a_format_error(header):
-    assert publication.decode(sealed(described(ABOUT, x=X))).tensors["x"].shape == (1,)
+    assert sealed(described(ABOUT, x=X)).verify().tensors["x"].shape == (1,)
     for body in (sealed(header).data, b"", bytes(7), bytes(8)):
-        blob = DraftBlob(1, hashlib.sha256(body).digest(), body)
+        blob = DraftWeights(1, hashlib.sha256(body).digest(), body)
         with pytest.raises(WeightsRefused) as caught:
-            publication.decode(blob)
+            blob.verify()
         assert caught.value.reason == "format"
 
 

@@ -18,13 +18,14 @@ from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
 from vllm_tide.draft.kind import draft_config
 from vllm_tide.draft.speculators import Verifier, read_verifier
 from vllm_tide.draft.target import rows_fingerprint
-from vllm_tide.engine.staged_draft import DraftRefused, tensors_of
+from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
     default_run_dir,
     newest_engine,
 )
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.versions import is_fast, number_of
 from vllm_tide.transport.weights import WeightsSegment
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         draft = _with_target(_read(args), args.target, args.num_speculative_tokens)
         folder = write_export(args.directory, draft, args.format)
-    except (ConfigError, DraftError, DraftRefused, TransportError) as error:
+    except (ConfigError, DraftError, TransportError) as error:
         return fail(error)
     target = draft.verifier.hub_name if draft.verifier else ""
     text = f"written: {folder} ({args.format}, from {draft.source})"
@@ -123,27 +124,24 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
     target = read_config(manifest.target_path)
     verifier = target_facts(manifest.target_path, manifest.num_speculative_tokens)
     engine = f"engine {manifest.engine_id}"
-    publication = None
+    weights = None
     if manifest.weights:
         with closing(WeightsSegment.attach(manifest.weights)) as segment:
-            publication = segment.read() if segment.latest_version() else None
-    if publication is None:
+            weights = segment.read() if segment.latest_version() else None
+    if weights is None:
         draft = from_directory(manifest.draft_path, target)
         source = f"{engine}, its initial draft"
         return replace(draft, verifier=verifier, source=source, version=0)
-    # For a fast draft, or its base after one, use the version of the base.
-    adaptation = publication.meta.get("adaptation") or {}
-    version = int(adaptation.get("base", publication.version))
-    if adaptation.get("fast") or "delta" in publication.meta:  # not complete weights
+    version = number_of(weights.version)
+    if is_fast(weights.version):
         raise DraftError(
-            f"export: over version {version} a fast draft is or was served "
+            f"export: over version {version} a fast draft is served "
             "(tide.test_time.adapt), trained on running requests; retry after "
             "`vllm-tide pause`, or export --state-dir."
         )
     _check_served(run_dir, manifest.engine_id, version)
     config = draft_config(read_config(manifest.draft_path), target)
-    tensors = {name: t.clone() for name, t in tensors_of(publication).items()}
-    meta = publication.meta
+    tensors, meta = from_bytes(weights.tensors), weights.meta
     trained = version > 0 and meta.get("to") != 0  # no rollback to the checkpoint
     return ExportedDraft(config, tensors, verifier, version, engine, meta, trained)
 

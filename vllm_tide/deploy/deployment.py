@@ -3,7 +3,8 @@
 Stores the master weights of every version that is served or being installed, so that a
 draft that is refused by an engine or rolled back can be replaced. Order of events for
 one version: `offer` publishes it, engines install it, the canary compares served speed,
-and the version is kept (and stored on disk), rolled back or superseded.
+and the version is kept (and stored on disk), rolled back or superseded. A version here
+is the number of a draft (`transport/versions.py`).
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vllm_tide.config import TideConfig
 from vllm_tide.deploy.canary import Canary, Verdict
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
-from vllm_tide.deploy.store import DraftStore, StoredDraft
+from vllm_tide.deploy.store import DraftStore, StoredDraft, has_weights
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.kind import canonical
+from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.train.evaluate import Evaluation
 from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.feeds import EngineVersions, Feeds
-from vllm_tide.transport.publication import Publication
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.versions import number_of
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -43,6 +44,23 @@ MAX_CANARY_INTERVAL_S = 5.0
 Master = dict[str, Tensor]
 AddEvent = Callable[..., None]
 """Reports an event by name, with fields as keywords."""
+
+
+@dataclass
+class DraftState:
+    """A draft that is served, being installed, or may be restored.
+
+    Attributes:
+        master: Its master weights.
+        figures: Measurements at its publication.
+        republished: Its weights were served before, so no canary is needed.
+        stored: The stored draft that it was restored from.
+    """
+
+    master: Master
+    figures: dict[str, Any] = field(default_factory=dict)
+    republished: bool = False
+    stored: StoredDraft | None = None
 
 
 class Deployment:
@@ -75,14 +93,10 @@ class Deployment:
         self.published = self.installed = 0
         self.publications = self.refusals = 0
         self.last_publish_unix: float | None = None
-        self._masters: dict[int, Master] = {0: trainer.snapshot()}
-        self._figures: dict[int, dict[str, Any]] = {}
+        self._drafts = {0: DraftState(trainer.snapshot())}
         self.good = 0
         self._superseded: tuple[int, Master] | None = None  # `good` before the last
-        self._republished: set[int] = set()
-        self._stored: dict[int, StoredDraft] = {}
         self._seen: dict[str, EngineVersions] = {}
-        self._refused: set[int] = set()
         self._pending: Verdict | None = None  # rollback not yet sent to any engine
         self._retry_at = 0.0
 
@@ -95,14 +109,18 @@ class Deployment:
         newest = self._feeds.latest()
         serving = max((v.installed for v in self._feeds.versions().values()), default=0)
         if newest is not None:
-            self._adopt_version(newest.version, master_of(newest))
+            version = number_of(newest.version)
+            self._trainer.restore(canonical(from_bytes(newest.tensors)))
+            master = self._trainer.snapshot()
+            self._drafts[version] = DraftState(master, republished=True)
+            self.published = self.installed = self.good = version
             return
         stored = None if self._store is None else self._store.newest()
         if stored is None and not serving and not self._feeds.has_fast_draft:
             return
         if serving and (stored is None or stored.version != serving):
             logger.warning("no weights of served version %d are available", serving)
-        tensors, number = self._masters[0], 0
+        tensors, number = self._drafts[0].master, 0
         if stored is not None:
             tensors, number = stored.master, stored.version
         try:
@@ -110,8 +128,7 @@ class Deployment:
         except TransportError as error:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
-        if stored is not None:
-            self._stored[version] = stored
+        self._drafts[version].stored = stored
         self._add_event("restored", version=version, stored=number)
 
     def republish(self, master: Master, facts: dict[str, Any]) -> int:
@@ -121,8 +138,22 @@ class Deployment:
             TransportError: They were sent to no engine; nothing is changed.
         """
         version = self._publish(facts, master=master)
-        self._republished.add(version)
+        self._drafts[version].republished = True
         return version
+
+    def renumber(self) -> None:
+        """Publish the deployed draft under a new number, if no other draft is expected.
+
+        Needed if an engine has a higher number, or no step is left for a fast draft.
+        """
+        now = time.monotonic()
+        if self._pending is not None or self.canary.undecided or now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
+        try:
+            self.republish(self._trainer.snapshot(), {"restored": self.published})
+        except TransportError as error:
+            self._add_event("unpublished", restored=self.published, reason=str(error))
 
     def observe(self, request: ServedRequest) -> None:
         self._requests += 1
@@ -140,6 +171,8 @@ class Deployment:
             del self._seen[engine]
             self.canary.forget(engine)
         self._read_refusals(versions)
+        if self._feeds.needs_new_number:
+            self.renumber()
         if self._pending is not None:
             if time.monotonic() >= self._retry_at:
                 self._roll_back(self._pending)
@@ -206,12 +239,12 @@ class Deployment:
             # Compare weights, as version numbers restart with every server. First, so
             # that a kill in between leaves no rejected draft for the next server.
             for stored in list(self._store.drafts()):
-                if stored.has_weights(live):
+                if has_weights(stored.master, live):
                     self._store.drop(stored)
         facts = {"rollback_of": bad, "to": to, "reason": reason}
         served_as = self.republish(master, facts)
         self._pending = self._superseded = None
-        self._masters.pop(bad, None)
+        self._drafts.pop(bad, None)
         self.good = served_as
         self.canary.reject(bad)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
@@ -223,12 +256,12 @@ class Deployment:
         Raises:
             TransportError: It is not known.
         """
-        if self.good != version and self.good in self._masters:
-            return self.good, self._masters[self.good]
+        if self.good != version and self.good in self._drafts:
+            return self.good, self._drafts[self.good].master
         if self._superseded is not None:
             return self._superseded
         for stored in () if self._store is None else self._store.drafts():
-            if not stored.has_weights(live):
+            if not has_weights(stored.master, live):
                 return stored.version, stored.master
         raise TransportError(
             f"no draft before version {version} is known: nothing was rolled back"
@@ -272,12 +305,6 @@ class Deployment:
             "engines": {engine: asdict(state) for engine, state in self._seen.items()},
         }
 
-    def _adopt_version(self, version: int, master: Master) -> None:
-        self._trainer.restore(master)
-        self._masters[version] = self._trainer.snapshot()
-        self.published = self.installed = self.good = version
-        self._republished.add(version)
-
     def _publish(self, facts: dict[str, Any], master: Master | None = None) -> int:
         """Publish the candidate, or `master`, and make it the trainer's live draft.
 
@@ -286,20 +313,16 @@ class Deployment:
         """
         trainer = self._trainer
         version = self._feeds.publish(
-            as_wire(trainer.candidate_tensors(master)),
-            parent_version=self.published if master is None else self.good,
-            meta=facts,
+            to_bytes(trainer.candidate_tensors(master)), facts
         )
         if master is None:
             trainer.published()
         else:
             trainer.restore(master)
-        self._masters[version] = trainer.snapshot()
+        self._drafts[version] = DraftState(trainer.snapshot(), facts)
         # Masters are fp32: keep only versions that may be restored.
         needed = {self.good, self.installed, version}
-        self._masters = {v: m for v, m in self._masters.items() if v in needed}
-        self._figures = {v: f for v, f in self._figures.items() if v in needed}
-        self._figures[version] = facts
+        self._drafts = {v: d for v, d in self._drafts.items() if v in needed}
         self.published = version
         self.publications += 1
         self.last_publish_unix = time.time()
@@ -309,28 +332,29 @@ class Deployment:
 
     def _on_install(self, engine: str, state: EngineVersions, *, first: bool) -> None:
         version = state.installed
-        if version not in self._masters:
+        draft = self._drafts.get(version)
+        if draft is None:
             return
         self.installed = max(self.installed, version)
-        if version in self._republished:
+        if draft.republished:
             self.good = version
             # No further request begins with a draft under canary on this engine.
             self.canary.forget(engine)
-        if version == 0 or first or version in self._republished:
+        elif version == 0 or first:
             return
-        if self._config.canary:
+        elif self._config.canary:
             self.canary.begin(engine, version)
         else:
             self._keep(version, "")
 
     def _keep(self, version: int, reason: str) -> None:
-        if version not in self._masters:  # refused by another engine, or superseded
+        draft = self._drafts.get(version)
+        if draft is None:  # refused by another engine, or superseded
             return
-        if self.good != version and self.good in self._masters:
-            self._superseded = self.good, self._masters[self.good]
+        if self.good != version and self.good in self._drafts:
+            self._superseded = self.good, self._drafts[self.good].master
         self.good = version
-        for old in [v for v in self._masters if v < version]:
-            del self._masters[old]
+        self._drafts = {v: d for v, d in self._drafts.items() if v >= version}
         self._add_event("keep", version=version, reason=reason)
         # If a newer one is published already, that one is stored when it is kept.
         if self._store is None or version != self.published:
@@ -339,7 +363,7 @@ class Deployment:
             self._store.put(
                 self._trainer.live_tensors(),
                 version,
-                holdout=self._figures.get(version),
+                holdout=draft.figures,
                 served={"reason": reason},
             )
         except (OSError, DraftError) as error:
@@ -347,20 +371,20 @@ class Deployment:
 
     def _roll_back(self, verdict: Verdict) -> None:
         facts = {"rollback_of": verdict.version, "to": self.good}
-        good = self._masters.get(self.good)
+        good = self._drafts.get(self.good)
         if good is None:
             why = "this process has no weights of the version to restore"
             self._add_event("unpublished", **facts, reason=why)
             return
         try:
-            self.republish(good, facts | {"reason": verdict.reason})
+            self.republish(good.master, facts | {"reason": verdict.reason})
         except TransportError as error:
             if self._pending is None:
                 self._add_event("unpublished", **facts, reason=str(error))
             self._pending, self._retry_at = verdict, time.monotonic() + RETRY_S
             return
         self._pending = None
-        self._masters.pop(verdict.version, None)
+        self._drafts.pop(verdict.version, None)
         self._add_event(
             "rollback",
             version=verdict.version,
@@ -372,51 +396,27 @@ class Deployment:
     def _read_refusals(self, versions: dict[str, EngineVersions]) -> None:
         """Return to an earlier draft if all engines refused the newest version."""
         newest = self.published
-        if not newest or newest in self._refused or newest not in self._masters:
+        if not newest or newest not in self._drafts:
             return
         states = [v for v in versions.values() if v.published >= newest]
         if not states or any(v.refused != newest for v in states):
             return
-        self._refused.add(newest)
         self.refusals += 1
-        self._masters.pop(newest, None)
+        draft = self._drafts.pop(newest)
         serving = max((v.installed for v in states), default=0)
-        back = serving if serving in self._masters else self.good
+        back = serving if serving in self._drafts else self.good
         self._add_event(
             "refused", version=newest, reason=states[0].refused_reason, back_to=back
         )
         if self.good == newest:
             self.good = back
-        if back in self._masters:
-            self._trainer.restore(self._masters[back])
+        if back in self._drafts:
+            self._trainer.restore(self._drafts[back].master)
             self.published = back
-        stored = self._stored.pop(newest, None)
-        if stored is not None and self._store is not None:
-            self._store.drop(stored)
+        if draft.stored is not None and self._store is not None:
+            self._store.drop(draft.stored)
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:
     value = math.nan if evaluation is None else evaluation.acceptance()
     return value if math.isfinite(value) else None
-
-
-def master_of(publication: Publication) -> Master:
-    """Return the tensors of a publication by parameter."""
-    tensors = {}
-    for name, item in publication.tensors.items():
-        raw = torch.from_numpy(item.data.copy())
-        dtype = getattr(torch, item.dtype)
-        tensors[name] = raw.view(dtype).view(item.shape)
-    return canonical(tensors)
-
-
-def as_wire(tensors: Master) -> dict[str, tuple[str, tuple[int, ...], Any]]:
-    """Convert tensors to the arguments of `Feeds.publish`: dtype, shape, bytes."""
-    return {
-        name: (
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            value.contiguous().flatten().view(torch.uint8).numpy(),
-        )
-        for name, value in tensors.items()
-    }

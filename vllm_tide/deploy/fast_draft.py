@@ -8,10 +8,11 @@ at the end. Its changes decay, and are dropped when the base changes.
 
 `exact` is algorithm 1 of Test-Time Speculation (arXiv 2605.09329): one request, the
 last drafted tokens including rejected ones, KL to the target weighted by position, one
-step of Adam, and the base again at the request's end. Every step is published.
+step of Adam, and the base again at the request's end.
 
-The base, `Trainer.live`, is only read. Runs in the thread of the trainer's loop; a tick
-runs at most one step, also within a training cycle.
+All tensors are published, at intervals that bound the time for it. The base,
+`Trainer.live`, is only read. Runs in the thread of the trainer's loop; a tick runs at
+most one step, also within a training cycle.
 """
 
 from __future__ import annotations
@@ -19,27 +20,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_tide.config import TideConfig, TrainConfig
-from vllm_tide.deploy.deployment import RETRY_S, AddEvent, Deployment, as_wire
+from vllm_tide.deploy.deployment import RETRY_S, AddEvent, Deployment
 from vllm_tide.draft.checkpoint import export_tensors
-from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.delta import RANK, apply, factors, fingerprint
 from vllm_tide.draft.module import Draft
 from vllm_tide.draft.rows import StepRows
+from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.train.evaluate import FORMS
 from vllm_tide.train.gpu import MemoryBackoff, is_out_of_memory, release_cache
 from vllm_tide.train.packing import PackedBatch, pack
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep, Work
 from vllm_tide.train.trainer import Trainer
-from vllm_tide.transport.feeds import EngineVersions, Feeds
+from vllm_tide.transport.feeds import EngineVersions, Feeds, NoStepLeft
 from vllm_tide.transport.shm import TransportError
 
 logger = logging.getLogger("vllm_tide.train")
@@ -58,6 +57,8 @@ MAX_STEP_S = 60.0
 """Upper limit of the measured time of a step (s)."""
 CONTEXT_ROWS = 256
 """Maximum context rows before the new ones."""
+PUBLISH_SHARE = 0.05
+"""Share of a core for publications; the engine's checks need about as much again."""
 
 
 @dataclass
@@ -149,16 +150,15 @@ class FastDraft:
         self._stride = tide.test_time.stride or STRIDES.get(self._mode, 1)
         self._memory_backoff = MemoryBackoff(self._config)
         self.steps = 0
-        self._next_step = self._next_return = 0.0  # monotonic (s)
+        # Monotonic (s).
+        self._next_step = self._next_publication = self._next_return = 0.0
         self._send_failed = False  # logged already
         self._base = -1
-        self._sent_on: dict[str, str] = {}  # by engine: fingerprint of the last base
         self._long: dict[int, int] = {}
         self._forget()
 
     def _forget(self) -> None:
         self.draft: Draft | None = None
-        self._fingerprint = ""  # of the base, as engines have it
         self._step: FastStep | None = None
         self.served: Draft | None = None
         self._sent_at = self.steps
@@ -191,8 +191,6 @@ class FastDraft:
             # The caller may be in an evaluation, under no_grad.
             with torch.inference_mode(False), torch.enable_grad():
                 self._tick(now, paused or self._memory_backoff.is_paused(now))
-        except (DraftError, torch.linalg.LinAlgError) as error:  # not finite
-            self.drop(str(error))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -237,15 +235,11 @@ class FastDraft:
                 if budget := self._trainer.gpu_budget:
                     budget.add_busy(began, spent)
         versions = self._feeds.versions()
-        # An engine with a different base (reason `base`) is only left out.
-        if any(
-            state.adaptation == "refused" and not _has_other_base(state)
-            for state in versions.values()
-        ):
+        if any(state.adaptation == "refused" for state in versions.values()):
             self.drop("an engine refused it")
             self._next_step = now + RETRY_S
         if self.draft is not None and self._is_better():
-            self._publish(versions)
+            self._publish(now, versions)
         self._republish_base(now, versions)
 
     def _ended(self) -> bool:
@@ -379,34 +373,6 @@ class FastDraft:
         gain = self.gain
         return gain.count >= MIN_SCORES and gain.mean > ERRORS * gain.error
 
-    def tensors_to_send(self, draft: Draft) -> dict[str, Tensor]:
-        """Return all tensors of a publication by checkpoint name."""
-        out = export_tensors(draft, stored_names=True)
-        out.pop("t2d", None)
-        return out
-
-    def _change(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the change to publish, and the tensors that engines get from it."""
-        live = self._trainer.live
-        if not self._fingerprint:
-            self._fingerprint = fingerprint(self.tensors_to_send(live))
-        assert self.draft is not None  # noqa: S101 - checked by caller
-        base, trained = live.named_tensors(), self.draft.named_tensors()
-        if not live.owns_lm_head:
-            base.pop("lm_head.weight", None), trained.pop("lm_head.weight", None)
-        # A step of Adam can have full rank: `exact` sends changed tensors unfactored.
-        rank = sum(map(sum, (t.shape for t in base.values())))
-        change = factors(base, trained, rank if self._mode == "exact" else RANK)
-        applied = apply(base, change)
-        names = live.stored_names
-        renamed = {}
-        for key, tensor in change.items():
-            name, dot, factor = key.rpartition(".")
-            if key in base or factor not in ("u", "v"):
-                name, dot, factor = key, "", ""
-            renamed[names.get(name, name) + dot + factor] = tensor
-        return renamed, applied
-
     def _serves_base(self, state: EngineVersions) -> bool:
         """Return whether an engine serves the base or a fast draft of it."""
         is_swapping = state.published not in (self._base, state.refused)
@@ -419,7 +385,7 @@ class FastDraft:
         section = self._feeds.feed(engine).manifest.tide.get("test_time", {})
         return bool(section.get("adapt", "off") != "off")
 
-    def _publish(self, versions: Mapping[str, EngineVersions]) -> None:
+    def _publish(self, now: float, versions: Mapping[str, EngineVersions]) -> None:
         """Send the fast draft to the engines that serve its base and are not swapping.
 
         A failed send is retried after the next step.
@@ -432,17 +398,19 @@ class FastDraft:
             and state.adaptation in ("", "served")
             and self._is_enabled(engine)
         ]
-        if not engines:
+        if not engines or now < self._next_publication:
             return
-        change, applied = self._change()
-        sent = [self._send(engine, change, self._fingerprint) for engine in engines]
-        if not any(sent):
+        began = time.thread_time()
+        sent = self._send(engines, self.draft, fast=True)
+        spent = time.thread_time() - began
+        self._next_publication = now + spent / PUBLISH_SHARE
+        if not sent:
             return
         if self.served is None:
             facts = {"gain": self.gain.mean, "steps": self.steps}
             self._add_event("adapted", base=self._base, **facts)
             self.served = self.draft.clone()
-        self.served.take(applied)  # scores are of the tensors that engines have
+        self.served.take(self.draft.named_tensors())
         self._sent_at = self.steps
 
     def _republish_base(
@@ -450,59 +418,35 @@ class FastDraft:
     ) -> None:
         """Send the base to engines with a fast draft of it, until it is installed.
 
-        Also to an engine that serves a fast draft of an earlier base and refused this.
+        An engine with a fast draft of an earlier base keeps it until it installs a new
+        base.
         """
-        back = {
-            engine: self._serves_base(state)
+        engines = [
+            engine
             for engine, state in versions.items()
-            if state.adaptation and (state.serves_fast or not _has_other_base(state))
-        }
-        if self.served is not None:
-            back = {
-                engine: has_base for engine, has_base in back.items() if not has_base
-            }
-        if not back:
+            if state.adaptation and self._serves_base(state)
+        ]
+        if self.served is not None or not engines:
             self._send_failed = self._send_failed and self.served is not None
         elif now >= self._next_return:
             self._next_return = now + RETRY_S
-            for engine, has_base in back.items():
-                if has_base:  # all tensors: the next trainer continues from them
-                    base = self.tensors_to_send(self._trainer.live)
-                    self._send(engine, base, fast=False)
-                elif of := self._sent_on.get(engine):  # an empty change: its own base
-                    number = versions[engine].installed
-                    self._send(engine, {}, of, fast=False, base=number)
+            self._send(engines, self._trainer.live, fast=False)
 
-    def _send(
-        self,
-        engine: str,
-        tensors: dict[str, Tensor],
-        of: str | None = None,
-        *,
-        fast: bool = True,
-        base: int | None = None,
-    ) -> bool:
-        """Send tensors to an engine; on failure log once and return False.
-
-        Args:
-            of: Fingerprint of the base that `tensors` change; None: they are complete.
-            base: Version of the base; None: the deployed one.
-        """
-        number = self._base if base is None else base
-        meta = {"adaptation": {"fast": fast}} | ({"delta": {"base": of}} if of else {})
+    def _send(self, engines: Collection[str], draft: Draft, *, fast: bool) -> bool:
+        """Send a draft to engines; on failure log once and return False."""
+        tensors = export_tensors(draft, stored_names=True)
+        tensors.pop("t2d", None)
         try:
-            self._feeds.send_fast(engine, as_wire(tensors), meta, base=number)
+            self._feeds.send_step(
+                engines, to_bytes(tensors), number=self._base, fast=fast
+            )
+        except NoStepLeft:
+            self._deployment.renumber()
         except TransportError as error:
             if not self._send_failed:
                 what = "fast draft" if fast else "base of the fast draft"
-                logger.error("cannot send the %s to engine %s: %s", what, engine, error)
+                logger.error("cannot send the %s: %s", what, error)
             self._send_failed = True
-            return False
-        if fast and of:
-            self._sent_on[engine] = of
-        return True
-
-
-def _has_other_base(state: EngineVersions) -> bool:
-    """Return whether an engine refused a change because its base differs."""
-    return state.adaptation == "refused" and state.refused_reason == "base"
+        else:
+            return True
+        return False

@@ -5,22 +5,27 @@ The engine verifies and installs it like any draft; the next trainer continues f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from vllm_tide.deploy.deployment import as_wire, master_of
-from vllm_tide.deploy.store import DraftStore, DraftUnreadable, store_fingerprint
+from vllm_tide.deploy.store import (
+    DraftStore,
+    DraftUnreadable,
+    has_weights,
+    store_fingerprint,
+)
 from vllm_tide.draft.checkpoint import read_tensors
 from vllm_tide.draft.config import read_config
 from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.target import rows_fingerprint
+from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
-from vllm_tide.transport.weights import WeightsRefused, WeightsSegment, WeightsWriter
+from vllm_tide.transport.versions import first_version, number_of
+from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
 
 
 def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
@@ -47,8 +52,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
     if not manifest.weights:
         raise TransportError("it installs no drafts: tide.swap.enabled is false")
     with closing(WeightsWriter.attach(manifest.weights)) as writer:
-        version = writer.latest_version
-        if not version:
+        version = number_of(writer.latest_version)
+        if not writer.latest_version:
             raise TransportError(
                 "no draft has been published: there is nothing to roll back"
             )
@@ -68,22 +73,23 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
         )
         try:
             for stored in store.drafts(strict=True):
-                if not _same(stored.master, live):
+                if not has_weights(stored.master, live):
                     to, master, before = stored.version, stored.master, stored
                     break
         except DraftUnreadable as error:
             raise TransportError(f"{error} Nothing was rolled back.") from error
-        if _same(master, live):
+        if has_weights(master, live):
             raise TransportError(
                 f"no draft before version {version} is known: nothing was rolled back"
             )
         # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)
         writer.publish(
-            as_wire({old: master[name] for name, old in names.items()}),
-            version=version + 1,
-            parent_version=version,
-            meta={"rollback_of": version, "to": to, "reason": "ordered"},
+            DraftWeights.encode(
+                to_bytes({old: master[name] for name, old in names.items()}),
+                first_version(version + 1),
+                {"rollback_of": version, "to": to, "reason": "ordered"},
+            )
         )
     return {"version": version, "to": to, "served_as": version + 1}
 
@@ -92,14 +98,6 @@ def _published(segment: str) -> dict[str, Tensor]:
     """Return the last published weights; empty if they cannot be read."""
     with closing(WeightsSegment.attach(segment)) as reader:
         try:
-            return master_of(reader.read())
+            return canonical(from_bytes(reader.read().tensors))
         except WeightsRefused:
             return {}
-
-
-def _same(master: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
-    """Return whether `master` equals the published weights `live`."""
-    return bool(live) and all(
-        name in master and torch.equal(master[name].to(tensor.dtype), tensor)
-        for name, tensor in live.items()
-    )

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tide.deploy.groups import MIN_TOKENS, UNKNOWN, Groups
+from vllm_tide.deploy.canary_groups import MIN_TOKENS, UNKNOWN, Groups
+from vllm_tide.transport.versions import is_fast, number_of
 
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
@@ -34,7 +35,7 @@ class ServedRequest:
     Attributes:
         tenant: Id of its tenant; 0 is none.
         group: Group of similar requests; -1 is unknown.
-        versions: Draft versions seen, in order, from the one at its start.
+        versions: Numbers of the drafts seen, in order, from the one at its start.
         whole: Its start was captured, so `first_version` is valid.
         began: Index in the order of request starts over all engines.
         cached: Bucket of the share of the prompt that came from the prefix cache.
@@ -102,15 +103,8 @@ class ServedRequests:
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
         self._begun = 0
 
-    def add(
-        self, record: Record, engine: str, now: float, *, fast: bool = False
-    ) -> list[ServedRequest]:
-        """Add a record; return the requests that it finishes.
-
-        Args:
-            now: Monotonic (s).
-            fast: A fast draft was served (`fast_draft.py`), not the deployed one.
-        """
+    def add(self, record: Record, engine: str, now: float) -> list[ServedRequest]:
+        """Add a record at `now` (monotonic, s); return requests that it finishes."""
         name = (engine, record.key)
         count = len(record.token_ids)
         request = self._open.get(name)
@@ -120,7 +114,7 @@ class ServedRequests:
                 request = self._open[name] = _begin(record, count, engine, self._begun)
             request.seen = now
             self._open.move_to_end(name)
-            _append(request, record, count, fast)
+            _append(request, record, count)
         if record.finished:
             return [] if request is None else [self._close(name)]
         if len(self._open) > self.max_open:
@@ -182,7 +176,7 @@ def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
         record.key,
         engine,
         record.tenant,
-        versions=(record.draft_version,),
+        versions=(number_of(record.draft_version),),
         whole=whole,
         began=began,
         ended=False,
@@ -190,14 +184,14 @@ def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
     )
 
 
-def _append(request: _Open, record: Record, count: int, fast: bool) -> None:
-    if record.draft_version != request.versions[-1]:
-        request.versions += (record.draft_version,)
+def _append(request: _Open, record: Record, count: int) -> None:
+    if (number := number_of(record.draft_version)) != request.versions[-1]:
+        request.versions += (number,)
     _keep_tokens(request, record, count)
     if record.phase == PREFILL or record.start < record.num_prompt_tokens:
         return
-    if record.memory or fast:  # not drafted by the deployed draft
-        return
+    if record.memory or is_fast(record.draft_version):
+        return  # not drafted by the deployed draft
     drafts, accepted = count - 1, record.num_accepted
     if drafts and record.verify_chance > 0:
         weight = 1.0 / record.verify_chance

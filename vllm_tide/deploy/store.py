@@ -1,9 +1,9 @@
 """Store of kept drafts on disk; a restarted server loads the newest one.
 
-A stored draft is two files, `<name>.safetensors` and `<name>.json`. The JSON has the
-SHA-256 of the tensors and of itself and is renamed into place last: without it there is
-no draft. Drafts that are damaged, foreign (another target or draft shape) or writable
-by other users are not loaded; the reason is logged. Names are unique, so no lock.
+A stored draft is one file, serialised as for an engine (`DraftWeights`), with its
+SHA-256 in the name. Drafts that are damaged, foreign (another target or draft shape) or
+writable by other users are not loaded; the reason is logged. Names are unique, so no
+lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-import secrets
+import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -23,26 +23,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.kind import canonical
+from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.metrics import finite
-from vllm_tide.train.checkpoint import PARSE_ERRORS, digest_of
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import (
     ABANDONED_S,
     is_temporary,
     write_private,
 )
+from vllm_tide.transport.shm import MALFORMED
 
 logger = logging.getLogger("vllm_tide.train")
 
-FORMAT = 1
 Figure = float | int | str | None
-_TENSORS, _MANIFEST = ".safetensors", ".json"
-_MAX_MANIFEST_BYTES = 1 << 20
+# Fingerprint (first digits), number in the store, SHA-256.
+_NAME = re.compile(r"head-([0-9a-f]{16})-([0-9]+)-([0-9a-f]{64})\.safetensors")
 # Keys that may differ between two copies of one config without changing the draft.
 _VOLATILE = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
@@ -68,8 +67,6 @@ class StoredDraft:
 
     tensors: dict[str, Tensor]
     version: int
-    fingerprint: str
-    created_unix: float
     holdout: dict[str, Figure]
     served: dict[str, Figure]
     path: Path
@@ -79,13 +76,13 @@ class StoredDraft:
         """Tensors by parameter."""
         return canonical(self.tensors)
 
-    def has_weights(self, live: Mapping[str, Tensor]) -> bool:
-        """Return whether the weights equal `live`, by parameter."""
-        mine = self.master
-        return mine.keys() == live.keys() and all(
-            torch.equal(tensor.to(live[name].dtype), live[name])
-            for name, tensor in mine.items()
-        )
+
+def has_weights(master: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
+    """Return whether `master` has all tensors of `live`, by parameter."""
+    return bool(live) and all(
+        name in master and torch.equal(master[name].to(tensor.dtype), tensor)
+        for name, tensor in live.items()
+    )
 
 
 def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
@@ -136,25 +133,21 @@ class DraftStore:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise DraftRefused(f"draft store: {name} is not finite.")
-        plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
-        data = save(plain, metadata={"format": "pt"})
-        names = self._names()
-        number = 1 + (max(_number(name) for name in names) if names else 0)
-        name = f"{self._prefix}{number:08d}-{secrets.token_hex(4)}"
-        manifest = {
-            "format": FORMAT,
-            "fingerprint": self.fingerprint,
-            "version": version,
-            "created_unix": time.time(),
-            "size": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "held_out": finite(dict(holdout or {})),
-            "served": finite(dict(served or {})),
-        }
-        text = json.dumps({**manifest, "self_sha256": digest_of(manifest)}, indent=1)
-        path = self.directory / (name + _TENSORS)
-        write_private(path, data, durable=True)
-        write_private(self.directory / (name + _MANIFEST), text, durable=True)
+        weights = DraftWeights.encode(
+            to_bytes({name: t.detach().cpu() for name, t in tensors.items()}),
+            0,
+            {
+                "fingerprint": self.fingerprint,
+                "version": version,
+                "created_unix": time.time(),
+                "held_out": finite(dict(holdout or {})),
+                "served": finite(dict(served or {})),
+            },
+        )
+        number = 1 + max(map(_number, self._paths()), default=0)
+        name = f"head-{self.fingerprint[:16]}-{number:08d}-{weights.sha256.hex()}"
+        path = self.directory / f"{name}.safetensors"
+        write_private(path, weights.data, durable=True)
         self._prune()
         return path
 
@@ -167,9 +160,9 @@ class DraftStore:
         Raises:
             DraftUnreadable: `strict`, and a draft exists that cannot be read now.
         """
-        for name in reversed(self._names()):
+        for path in reversed(self._paths()):
             try:
-                yield read_draft(self.directory / (name + _TENSORS), self.fingerprint)
+                yield self._read(path)
             except DraftRefused as error:
                 if strict and isinstance(error, DraftUnreadable):
                     raise
@@ -177,89 +170,67 @@ class DraftStore:
                 self.refused = [*self.refused, str(error)][-32:]
 
     def drop(self, draft: StoredDraft) -> None:
-        self._remove(draft.path.name.removesuffix(_TENSORS))
+        _remove(draft.path)
 
     def drop_newer(self, draft: StoredDraft | None) -> None:
         """Remove drafts stored after `draft`, readable or not; None: all."""
-        oldest = "" if draft is None else draft.path.name.removesuffix(_TENSORS)
-        names = self._names()
-        for name in names[names.index(oldest) + 1 :] if oldest in names else names:
-            self._remove(name)
+        oldest = 0 if draft is None else _number(draft.path)
+        for path in self._paths():
+            if _number(path) > oldest:
+                _remove(path)
 
-    @property
-    def _prefix(self) -> str:
-        return f"head-{self.fingerprint[:16]}-"
-
-    def _names(self) -> list[str]:
-        paths = self.directory.glob(f"{self._prefix}*{_MANIFEST}")
-        names = [path.name.removesuffix(_MANIFEST) for path in paths]
-        return sorted(names, key=lambda name: (_number(name), name))
+    def _paths(self) -> list[Path]:
+        """Return the files of stored drafts, oldest first."""
+        matches = ((p, _NAME.fullmatch(p.name)) for p in self.directory.iterdir())
+        ours = (p for p, m in matches if m and m[1] == self.fingerprint[:16])
+        return sorted(ours, key=lambda path: (_number(path), path.name))
 
     def _prune(self) -> None:
-        for name in self._names()[: -self.keep]:
-            self._remove(name)
+        for path in self._paths()[: -self.keep]:
+            _remove(path)
         long_ago = time.time() - ABANDONED_S
         for path in self.directory.iterdir():
-            orphaned = is_temporary(path.name) or (
-                path.name.startswith(self._prefix)
-                and path.name.endswith(_TENSORS)
-                and not path.with_suffix(_MANIFEST).exists()
-            )
             with contextlib.suppress(OSError):
-                if orphaned and path.lstat().st_mtime < long_ago:
+                if is_temporary(path.name) and path.lstat().st_mtime < long_ago:
                     path.unlink()
 
-    def _remove(self, name: str) -> None:
-        # The manifest first: without it the tensors are no stored draft.
-        for suffix in (_MANIFEST, _TENSORS):
-            with contextlib.suppress(OSError):
-                (self.directory / (name + suffix)).unlink()
+    def _read(self, path: Path) -> StoredDraft:
+        """Read a stored draft.
 
-
-def read_draft(path: Path, fingerprint: str | None = None) -> StoredDraft:
-    """Read one stored draft; without a fingerprint, for any target.
-
-    Raises:
-        DraftRefused: It is damaged, foreign, absent or writable by others.
-    """
-    where = path.with_suffix(_TENSORS)
-    raw = _read(path.with_suffix(_MANIFEST), _MAX_MANIFEST_BYTES)
-    try:
-        manifest = json.loads(raw)
-        if manifest["format"] != FORMAT:
-            raise DraftRefused(
-                f"{where}: stored in format {manifest['format']!r}, not {FORMAT}."
+        Raises:
+            DraftRefused: It is damaged, foreign, absent or writable by others.
+        """
+        name = _NAME.fullmatch(path.name)
+        assert name is not None  # noqa: S101 - listed by `_paths`
+        weights = DraftWeights(0, bytes.fromhex(name[3]), _read(path))
+        try:
+            meta = weights.verify().meta
+            if meta["fingerprint"] != self.fingerprint:
+                raise DraftRefused(f"{path}: stored for another target or draft.")
+            return StoredDraft(
+                tensors=from_bytes(weights.tensors),
+                version=int(meta["version"]),
+                holdout=dict(meta["held_out"]),
+                served=dict(meta["served"]),
+                path=path,
             )
-        claimed = manifest.pop("self_sha256")
-        if claimed != digest_of(manifest):
-            raise DraftRefused(f"{where}: the manifest is damaged.")
-        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
-            raise DraftRefused(f"{where}: stored for another target or draft.")
-        data = _read(where, int(manifest["size"]))
-        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-            raise DraftRefused(f"{where}: the tensors are damaged.")
-        return StoredDraft(
-            tensors=load(data),
-            version=int(manifest["version"]),
-            fingerprint=str(manifest["fingerprint"]),
-            created_unix=float(manifest["created_unix"]),
-            holdout=dict(manifest["held_out"]),
-            served=dict(manifest["served"]),
-            path=where,
-        )
-    except DraftRefused:
-        raise
-    except (*PARSE_ERRORS, SafetensorError) as error:
-        raise DraftRefused(
-            f"{where}: cannot be parsed ({type(error).__name__})."
-        ) from None
+        except DraftRefused:
+            raise
+        except WeightsRefused as refusal:
+            raise DraftRefused(
+                f"{path}: damaged, or of another vllm_tide ({refusal.reason})."
+            ) from None
+        except MALFORMED as error:
+            raise DraftRefused(
+                f"{path}: cannot be parsed ({type(error).__name__})."
+            ) from None
 
 
-def _read(path: Path, max_bytes: int) -> bytes:
+def _read(path: Path) -> bytearray:
     """Read a file once that only this user (or root) can write.
 
     Raises:
-        DraftRefused: It is absent, not a regular file, unsafe, or over `max_bytes`.
+        DraftRefused: It is absent, not a regular file, or unsafe.
     """
     try:
         # O_NONBLOCK: opening a pipe would block.
@@ -274,16 +245,22 @@ def _read(path: Path, max_bytes: int) -> bytes:
                     f"{path}: writable by another user; change its owner to yourself "
                     "(chown) and its mode to 600 (chmod)."
                 )
-            if status.st_size > max_bytes:
-                raise DraftRefused(f"{path}: damaged (larger than expected).")
-            return file.read(status.st_size)
+            data = bytearray(status.st_size)
+            del data[file.readinto(data) :]
+            return data
     except OSError as error:
         kind = DraftRefused if error.errno == errno.ENOENT else DraftUnreadable
         raise kind(f"{path}: cannot be read ({error.strerror}).") from None
 
 
-def _number(name: str) -> int:
+def _number(path: Path) -> int:
+    """Return the number of a stored draft; greater ones were stored later."""
+    return int(path.name.split("-")[2])
+
+
+def _remove(path: Path) -> None:
     try:
-        return int(name.split("-")[2])
-    except (IndexError, ValueError):
-        return 0
+        path.unlink()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)  # it is not loaded again

@@ -21,6 +21,7 @@ from typing import Any, NotRequired, TypedDict
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
 from vllm_tide.metrics import increments
+from vllm_tide.transport.versions import first_version, number_of
 
 logger = logging.getLogger("vllm.tide")
 
@@ -88,7 +89,6 @@ class SchedulerTide:
         self._keep_out = not config.capture.salted
         self._staged = 0
         self._ordered = 0
-        self._fast = False  # the staged draft is a fast draft
         self._depth: int | None = None
         self._step_costs: Any = None
         self._stats: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ class SchedulerTide:
         directive = StepDirective()
         if self._staged not in (0, self._ordered):
             self._ordered = directive["install"] = self._staged
-            if not self._fast:
+            if self._staged == first_version(number_of(self._staged)):
                 self._leave_old_kv()
         salted = []
         for new in new_requests:
@@ -219,7 +219,6 @@ class SchedulerTide:
         if report["staged"] == self._ordered:
             self._ordered = 0
         self._staged = report["staged"]
-        self._fast = bool(report.get("staged_fast"))
         self._swap_seconds += report.get("swap_seconds", ())
         self._stats = report
 

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from vllm_tide.draft.config import DraftError
-from vllm_tide.draft.delta import Base, apply
+from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.engine.staging import PinnedBytes
-from vllm_tide.transport.weights import Publication, WeightsRefused, WeightsSegment
+from vllm_tide.transport.draft_weights import WeightsRefused
+from vllm_tide.transport.versions import version_name
+from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm.tide")
 
@@ -101,14 +103,6 @@ class DeviceBuffer:
             self._copied.record()
             while not self._copied.query():
                 time.sleep(_POLL_SECONDS)
-
-
-_TYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-}
 
 
 class DraftRefused(ValueError):
@@ -229,30 +223,12 @@ class StagedDraft:
 
     Attributes:
         on_device: The tensors on the model's device, if that is not the CPU.
-        stands_on: Version of a fast draft's base; None: not a fast draft.
     """
 
     version: int
     tensors: dict[str, torch.Tensor]
     on_device: dict[str, torch.Tensor] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    stands_on: int | None = None
-
-
-def tensors_of(publication: Publication) -> dict[str, torch.Tensor]:
-    """Return tensors that are views of the publication's bytes.
-
-    Raises:
-        DraftRefused: A type is not one of `_TYPES`.
-    """
-    tensors = {}
-    for name, item in publication.tensors.items():
-        kind = _TYPES.get(item.dtype)
-        if kind is None:
-            raise DraftRefused("dtype", f"tensor {name!r} has type {item.dtype}.")
-        flat = torch.from_numpy(item.data).view(kind)
-        tensors[name] = flat.view(item.shape)
-    return tensors
 
 
 class Stager:
@@ -261,12 +237,9 @@ class Stager:
     Args:
         cpus: Cores of this thread; they should not be the model's cores.
         buffer: Buffer for staged drafts on the device; None on a CPU.
-        base: See `Attributes`.
         probe: Further check of tensors that pass the contract; raises `DraftRefused`.
 
     Attributes:
-        base: The last installed draft that was not a fast draft. Low-rank changes are
-            applied to it; changes of another base are refused.
         serving: Whether a real step has run. Before that nothing is staged on a device,
             because a copy or query from another thread aborts a graph capture.
         beat: Called at every poll, also without requests; None for nothing.
@@ -278,10 +251,9 @@ class Stager:
         contract: DraftContract,
         cpus: set[int] | None = None,
         buffer: DeviceBuffer | None = None,
-        base: Base | None = None,
         probe: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
-        self._buffer, self.base, self._probe = buffer, base, probe
+        self._buffer, self._probe = buffer, probe
         self._next_read = 0.0
         self._segment = segment
         self._contract = contract
@@ -314,11 +286,6 @@ class Stager:
         staged = self._staged
         return 0 if staged is None else staged.version
 
-    @property
-    def staged_fast(self) -> bool:
-        staged = self._staged
-        return staged is not None and staged.stands_on is not None
-
     def take(self, version: int) -> StagedDraft | None:
         """Return the staged draft if it is exactly `version`."""
         staged = self._staged
@@ -340,7 +307,8 @@ class Stager:
         self.refused[reason] += 1
         self.last_refused_version = version
         self.last_refusal = reason
-        logger.warning("vllm_tide: draft version %d refused: %s", version, sentence)
+        name = version_name(version)
+        logger.warning("vllm_tide: draft version %s refused: %s", name, sentence)
 
     def upload_from_now(self) -> None:
         """Allow uploads to a device: a real step runs."""
@@ -366,39 +334,20 @@ class Stager:
         self._seen = version
         self._next_read = time.monotonic() + READ_INTERVAL_S
         try:
-            publication = self._segment.read()
-            tensors = self._whole(publication)
+            weights = self._segment.read()
+            tensors = from_bytes(weights.tensors)
             self._contract.check(tensors)
             if self._probe is not None:
                 self._probe(tensors)
-            adaptation = publication.meta.get("adaptation")
-            stands_on = None if adaptation is None else int(adaptation["base"])
         except (WeightsRefused, DraftRefused) as refusal:
             self.refuse(version, refusal.reason, str(refusal))
             return
-        self._seen = publication.version
+        self._seen = weights.version
         on_device = None if self._buffer is None else self._buffer.upload(tensors)
         with self._lock:
             self._staged = StagedDraft(
-                publication.version,
-                tensors,
-                on_device,
-                publication.meta,
-                stands_on,
+                weights.version, tensors, on_device, weights.meta
             )
-
-    def _whole(self, publication: Publication) -> dict[str, torch.Tensor]:
-        """Return all tensors of a publication; apply a low-rank change to its base."""
-        tensors, change = tensors_of(publication), publication.meta.get("delta")
-        if change is None:
-            return tensors
-        base = self.base
-        if base is None or change["base"] != base.fingerprint:
-            raise DraftRefused("base", "it is a change of a draft that is not served.")
-        try:
-            return apply(base.tensors, tensors)
-        except DraftError as error:
-            raise DraftRefused("change", str(error)) from None
 
     def _watch(self) -> None:
         if self._cpus:

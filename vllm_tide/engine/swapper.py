@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from vllm_tide.draft.delta import Base
 from vllm_tide.engine.install import (
     install,
     overflow_check,
@@ -29,6 +27,7 @@ from vllm_tide.engine.staged_draft import (
     Stager,
 )
 from vllm_tide.tracing import open_tracing
+from vllm_tide.transport.versions import is_fast, number_of, version_name
 from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm.tide")
@@ -47,8 +46,6 @@ class Swapper:
 
     Attributes:
         version: Version of the live draft; 0 is the checkpoint's.
-        base: Version of the base of a live fast draft, else `version`. Control keeps
-            its statistics of the draft while this is unchanged.
         seconds: Durations of installations since the last report.
     """
 
@@ -85,15 +82,22 @@ class Swapper:
             contract,
             cores,
             self._buffer,
-            Base(self._stored),
             overflow_check(checkpoint, vllm_config),
         )
         self._last_good: StagedDraft | None = None
-        self.version = self.base = 0
+        self.version = 0
         self.num_swaps = 0
         self.seconds: list[float] = []
         self._last_seconds = 0.0
         self._tracing = open_tracing("engine")
+
+    @property
+    def number(self) -> int:
+        """Number of the live draft, that of its base for a fast draft.
+
+        Control keeps its statistics of the draft while this is unchanged.
+        """
+        return number_of(self.version)
 
     def ready_version(self) -> int:
         """Return the version that is staged and can be installed, or 0."""
@@ -130,11 +134,6 @@ class Swapper:
         else:
             self._last_good = staged
             self.version = version
-            if staged.stands_on is None:
-                self.base = version
-                self.stager.base = Base(partial(dict, staged.tensors))
-            else:
-                self.base = staged.stands_on
             self.num_swaps += 1
             self._last_seconds = time.perf_counter() - began
             self.seconds.append(self._last_seconds)
@@ -142,7 +141,10 @@ class Swapper:
         self.stager.done(staged, time.perf_counter() - began)
         self.report()
         if self._tracing is not None:
-            facts = {"version": version, "installed": self.version == version}
+            facts = {
+                "version": number_of(version),
+                "installed": self.version == version,
+            }
             self._tracing.span("swap", time.perf_counter() - began, facts)
 
     def report(self) -> None:
@@ -159,9 +161,9 @@ class Swapper:
         back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
         text = ", a rollback of {!r:.20} to the weights of {!r:.20} ({!r:.200})"
         logger.log(
-            logging.INFO if staged.stands_on is None else logging.DEBUG,
-            "vllm_tide: draft %d is live%s; pause %.1f ms.",
-            staged.version,
+            logging.DEBUG if is_fast(staged.version) else logging.INFO,
+            "vllm_tide: draft %s is live%s; pause %.1f ms.",
+            version_name(staged.version),
             "" if back[0] is None else text.format(*back),
             1e3 * self._last_seconds,
         )
@@ -177,10 +179,6 @@ class Swapper:
             flag, op=torch.distributed.ReduceOp.MIN, group=self._group.cpu_group
         )
         return bool(flag.item())
-
-    def _stored(self) -> dict[str, torch.Tensor]:
-        tensors = checkpoint_tensors(self._checkpoint)
-        return {name: t for name, t in tensors.items() if name not in self.shared}
 
     def _restore(self) -> None:
         try:

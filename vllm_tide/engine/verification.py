@@ -135,7 +135,7 @@ class StepCostVerification(AdaptiveVerificationManager):
         self.verify_chance = 0.0
 
     def begin_step(self, scheduler_output: Any, version: int) -> None:
-        """Read the draft depth and costs of a step; `version` is `Swapper.base`."""
+        """Read the draft depth and costs of a step; `version` is `Swapper.number`."""
         self._step_costs = (scheduler_output.tide or {}).get("step_costs")
         self._depth = scheduler_output.num_spec_tokens_to_schedule
         self.verify_chance = 0.0

@@ -211,14 +211,14 @@ class WorkerTide(Generic[C]):
     def _install_ordered(self, directive: StepDirective | None) -> None:
         if directive is None or "install" not in directive or self.swapper is None:
             return
-        version, base = self.swapper.version, self.swapper.base
+        version, number = self.swapper.version, self.swapper.number
         self.swapper.install_ordered(directive["install"])
         if self.capture is not None:
             self.capture.draft_version = self.swapper.version
         if self.swapper.version != version:
             self._draft_since = time.time()
         # A fast draft differs little from its base, so its statistics stay valid.
-        if self.swapper.base != base and self.control is not None:
+        if self.swapper.number != number and self.control is not None:
             self.control.draft_swapped()
 
     def _prepare_run_dir(self) -> bool:
@@ -409,8 +409,7 @@ class WorkerTide(Generic[C]):
         if (swapper := self.swapper) is not None:
             swapper.report()
             report |= {
-                "staged_fast": staged > 0 and swapper.stager.staged_fast,
-                "draft_version": swapper.version,
+                "draft_version": swapper.number,
                 "swaps": swapper.num_swaps,
                 "swap_seconds": swapper.seconds,
                 "refused": dict(swapper.stager.refused),

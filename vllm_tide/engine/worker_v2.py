@@ -176,7 +176,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._between_steps(scheduler_output)
         self._steps.retry()
         if self._verification is not None:
-            base = 0 if self.swapper is None else self.swapper.base
+            base = 0 if self.swapper is None else self.swapper.number
             self._verification.begin_step(scheduler_output, base)
         ended = tuple(scheduler_output.finished_req_ids)
         self._steps.run("begin", self._begin, ended, not scheduled)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ import torch
 
 from vllm_tide.capture.switch import PAUSED, Switch, Switches, switch_folders
 from vllm_tide.config import TideConfig, TrainConfig, parse_tide
+from vllm_tide.deploy.canary_groups import Groups
 from vllm_tide.deploy.deployment import Deployment
 from vllm_tide.deploy.fast_draft import FastDraft
-from vllm_tide.deploy.groups import Groups
 from vllm_tide.deploy.schedule import Schedule
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
@@ -233,12 +233,7 @@ class Sidecar:
                 break
             for engine, records in taken:
                 for record in records:
-                    version = record.draft_version
-                    number = self.feeds.number_of(engine, version)
-                    if number != version:
-                        record = replace(record, draft_version=number)
-                    fast = self.feeds.is_fast(engine, version)
-                    yield from self._served.add(record, engine, now, fast=fast)
+                    yield from self._served.add(record, engine, now)
                     self.trainer.add_records((record,), now)
         yield from self._served.flush_idle(now)
         self.trainer.flush_idle(now)

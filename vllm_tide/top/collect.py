@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from vllm_tide.transport.rendezvous import inspect_manifests, is_live
 from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.shm import MALFORMED
+from vllm_tide.transport.versions import number_of
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 10.0
@@ -179,12 +180,15 @@ def read_engines(run_dir: Path) -> list[Json]:
             **_read(manifest, _MANIFEST),
             **_read(peek_ring(str(manifest.ring)), _RING),
             **_read(weights and weights.feedback, _FEEDBACK),
-            "published_version": weights and weights.latest_version,
+            "published_version": weights and number_of(weights.latest_version),
             "alive": is_live(path),
             "target": Path(str(manifest.target_path)).name,
             "draft": _draft_name(Path(str(manifest.draft_path))),
             "policy": _policy(manifest.tide),
         }
+        for name in ("installed_version", "refused_version"):
+            if figures[name] is not None:
+                figures[name] = number_of(figures[name])
         figures["refused_reason"] = figures["refused_reason"] or ""
         engines.append(figures)
     return engines

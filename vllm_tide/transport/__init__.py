@@ -24,27 +24,24 @@ Known limit: a process that shrinks a segment between the size check and the acc
 terminates the reader with SIGBUS. vllm_tide never shrinks a segment.
 """
 
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.record import Phase, Record, RingSpec
 from vllm_tide.transport.ring import RingReader, RingStats, RingWriter
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import (
-    Publication,
-    TensorBytes,
     WeightsFeedback,
-    WeightsRefused,
     WeightsSegment,
     WeightsWriter,
 )
 
 __all__ = [
+    "DraftWeights",
     "Phase",
-    "Publication",
     "Record",
     "RingReader",
     "RingSpec",
     "RingStats",
     "RingWriter",
-    "TensorBytes",
     "TransportError",
     "WeightsFeedback",
     "WeightsRefused",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.identity import identity_of
-from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
@@ -21,7 +19,6 @@ from vllm_tide.transport.ring import Collect, RingReader
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.weights import (
     WeightsFeedback,
-    WeightsRefused,
     WeightsSegment,
     WeightsWriter,
 )
@@ -117,23 +114,11 @@ class RingFeed:
         self._feedback = self._writer.feedback()
         return self._feedback
 
-    def publish(
-        self,
-        tensors: Mapping[str, TensorInput],
-        *,
-        version: int,
-        parent_version: int,
-        meta: dict[str, Any],
-    ) -> None:
-        """Send a draft newer than the latest; the engine swaps it in asynchronously.
+    def publish(self, weights: DraftWeights) -> None:
+        """Send a draft newer than the latest; the engine swaps it in asynchronously."""
+        self._writer.publish(weights)
 
-        Tensors by name: torch dtype name, shape, and bytes.
-        """
-        self._writer.publish(
-            tensors, version=version, parent_version=parent_version, meta=meta
-        )
-
-    def latest(self) -> Publication | None:
+    def latest(self) -> DraftWeights | None:
         """Return the draft sent last or, if it was refused, the one being served."""
         feedback, version = self.feedback(), self._writer.latest_version
         if version == feedback.refused_version:

@@ -13,20 +13,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-from vllm_tide.transport import publication
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.feed import RingFeed, RunDirSource
-from vllm_tide.transport.publication import (
-    MAX_VERSION,
-    DraftBlob,
-    Publication,
-    TensorInput,
-)
 from vllm_tide.transport.record import Record, RingSpec
 from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.ring import Collect
@@ -45,7 +38,8 @@ from vllm_tide.transport.spool import (
 )
 from vllm_tide.transport.spool_models import find_models
 from vllm_tide.transport.spool_shard import ShardReader
-from vllm_tide.transport.weights import WeightsFeedback, WeightsRefused
+from vllm_tide.transport.versions import MAX_VERSION, version_name
+from vllm_tide.transport.weights import WeightsFeedback
 
 logger = logging.getLogger("vllm_tide.train")
 
@@ -122,7 +116,7 @@ class SpoolFeed:
         self._queue: deque[_Prefetched] = deque()
         # Purges since the last fetch started: its shard may be older than the purges.
         self._purges: list[int | None] = []
-        self._pending: DraftBlob | None = None
+        self._pending: DraftWeights | None = None
         self._failing = ""
         self._beat = time.monotonic()
         self._closing = threading.Event()
@@ -210,33 +204,26 @@ class SpoolFeed:
             swap_pause_ms_last=state.swap_pause_ms,
         )
 
-    def publish(
-        self,
-        tensors: Mapping[str, TensorInput],
-        *,
-        version: int,
-        parent_version: int,
-        meta: dict[str, Any],
-    ) -> None:
+    def publish(self, weights: DraftWeights) -> None:
         """Send a draft in the background; a newer draft replaces a pending one."""
-        if version <= self.latest_version:
+        name, latest = version_name(weights.version), self.latest_version
+        if weights.version <= latest:
             raise TransportError(
-                f"version {version} is not newer than {self.latest_version}"
+                f"version {name} is not newer than {version_name(latest)}"
             )
-        if version > MAX_VERSION:
+        if weights.version > MAX_VERSION:
             raise TransportError(
-                f"version {version} exceeds the maximum: restart the engine"
+                f"version {name} exceeds the maximum: restart the engine"
             )
-        blob = publication.encode(tensors, version, parent_version, meta)
         with self._lock:
-            self._pending = blob
+            self._pending = weights
 
-    def latest(self) -> Publication | None:
+    def latest(self) -> DraftWeights | None:
         name = self._trainer.draft
         if not name:
             return None
         try:
-            return publication.decode(self._folder.read_draft(name))
+            return self._folder.read_draft(name).verify()
         except WeightsRefused as refusal:
             logger.warning("engine %s: its latest draft is lost: %s", self.id, refusal)
             return None
@@ -305,15 +292,15 @@ class SpoolFeed:
                 break
         if self._state.running and self._heartbeat.fresh:
             self._progress = time.monotonic()
-        blob, draft = self._pending, self._trainer.draft
-        if blob is not None:
+        weights, draft = self._pending, self._trainer.draft
+        if weights is not None:
             self._require_ownership()
-            draft = self._folder.write_draft(blob)
+            draft = self._folder.write_draft(weights)
         # No heartbeat for a trainer that hangs while this thread runs.
-        if closing or blob is not None or time.monotonic() - self._beat < DEAD_S:
+        if closing or weights is not None or time.monotonic() - self._beat < DEAD_S:
             self._write_trainer(draft, running=not closing)
         with self._lock:
-            if self._pending is blob:  # not replaced by a newer one meanwhile
+            if self._pending is weights:  # not replaced by a newer one meanwhile
                 self._pending = None
 
     def _fetch(self) -> bool:

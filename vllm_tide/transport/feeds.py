@@ -4,9 +4,9 @@ An engine joins when it is discovered and compatible. It is dropped when it dies
 storage is lost; the others are not affected. A new draft is sent to all engines at
 once, and each swaps it in asynchronously.
 
-Version numbers are shared by all engines. If an engine already has a higher version
-(from another trainer), a draft is sent to it under a higher engine-specific version.
-Versions in this module are the trainer's unless stated otherwise.
+Versions (`versions.py`) are shared by all engines: a new number is greater than every
+number of any engine, also of one that another trainer has served. Numbers in this
+module are those of drafts, without the step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_tide.transport.draft_weights import DraftWeights, TensorBytes
 from vllm_tide.transport.feed import RunDirSource
 from vllm_tide.transport.feed_spool import Feed, Source, SpoolSource
 from vllm_tide.transport.identity import difference
-from vllm_tide.transport.publication import Publication, TensorInput
 from vllm_tide.transport.record import Record, RingSpec
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.versions import (
+    first_version,
+    is_fast,
+    next_step,
+    number_of,
+    version_name,
+)
 from vllm_tide.transport.weights import WeightsFeedback
 
 logger = logging.getLogger("vllm_tide.train")
 
-MAX_FAST_VERSIONS = 4096
-"""Number of fast-draft versions remembered per engine."""
 SHARE_ROWS = 256
 """Rows read from one engine before the next engine is read."""
 SCAN_PERIOD_S = 1.0
@@ -43,19 +48,42 @@ RETRY_S = 10.0
 _Result = TypeVar("_Result")
 
 
+class NoStepLeft(TransportError):
+    """A draft needs a new number before a fast draft can be sent over it."""
+
+
 @dataclass(frozen=True)
 class EngineVersions:
-    """Draft versions of one engine, in the trainer's numbering."""
+    """Numbers of an engine's drafts, and its fast draft."""
 
-    published: int  # newest version sent, 0 if none
+    published: int  # newest draft sent, 0 if none
     installed: int  # being served; 0 is the initial draft
-    refused: int  # last refused version, 0 if none
+    refused: int  # last refused draft, 0 if none
     refused_reason: str
     swap_pause_ms: float  # pause of serving in the last installation
     # State of a fast draft: "sent", "served" or "refused"; empty if there is none or
-    # the base was sent again. With a fast draft the versions above are its base's.
+    # its base was sent again.
     adaptation: str = ""
-    serves_fast: bool = False
+
+    @classmethod
+    def of(cls, latest: int, feedback: WeightsFeedback) -> EngineVersions:
+        """Return the numbers for the latest version sent and the engine's report."""
+        installed, refused = feedback.installed_version, feedback.refused_version
+        adaptation = "served" if is_fast(installed) else ""
+        if latest not in (installed, refused):
+            adaptation = "sent" if is_fast(latest) else ""
+        elif latest == refused and is_fast(latest):
+            adaptation = "refused"
+        number = number_of(refused)
+        return cls(
+            published=number_of(latest),
+            installed=number_of(installed),
+            # A refused step is no refusal of its base.
+            refused=number if refused == first_version(number) else 0,
+            refused_reason=feedback.refused_reason,
+            swap_pause_ms=feedback.swap_pause_ms_last,
+            adaptation=adaptation,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,14 +92,6 @@ class Changes:
 
     joined: tuple[str, ...]
     left: dict[str, str]  # engine to reason
-
-
-@dataclass(frozen=True)
-class _Draft:
-    version: int
-    parent_version: int
-    meta: dict[str, Any]
-    tensors: Mapping[str, TensorInput]
 
 
 @dataclass
@@ -92,6 +112,8 @@ class Feeds:
         opening: Whether a discovered engine is being opened and may join next time.
         tenant_keys: Ids of the tenant keys of all engines, current and former.
         has_fast_draft: Whether `latest` found a fast draft of an earlier trainer.
+        needs_new_number: Whether an engine has a higher version than the current draft,
+            so that it receives this only under a new number.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -104,15 +126,9 @@ class Feeds:
         self._retry_at: dict[str, float] = {}
         self._next_scan = 0.0
         self._left: dict[str, str] = {}
-        self._draft: _Draft | None = None
-        self._counter = 0
-        # Engine-specific version -> the trainer's number, where they differ.
-        self._numbers: dict[str, dict[int, int]] = {}
-        # Engine-specific versions of fast drafts (True) and of bases sent again
-        # (False), and the version of their base.
-        self._fast: dict[str, dict[int, bool]] = {}
-        self._bases: dict[str, int] = {}
-        self.has_fast_draft = False
+        self._draft: DraftWeights | None = None
+        self._number = 0  # of the last draft, sent or not
+        self.has_fast_draft = self.needs_new_number = False
         self._collect: Collect | None = None
         self.refused: dict[str, str] = {}
         self.failed_publications = 0
@@ -143,8 +159,6 @@ class Feeds:
             if self._call(member, member.feed.alive) is False:
                 self._drop(member, "its process has exited")
                 member.source.gone(member.feed.id)
-                for versions in (self._numbers, self._fast, self._bases):
-                    versions.pop(member.feed.id, None)  # do not reuse for a new engine
         now = time.monotonic()
         if now >= self._next_scan:
             self._next_scan = now + SCAN_PERIOD_S
@@ -198,128 +212,81 @@ class Feeds:
         for member in list(self._members.values()):
             self._call(member, partial(member.feed.set_collect, mode))
 
-    @property
-    def next_version(self) -> int:
-        """Version of the next draft, greater than all versions sent to any engine."""
-        latest = [member.feed.latest_version for member in self._members.values()]
-        return max([self._counter, *latest]) + 1
-
     def publish(
-        self,
-        tensors: Mapping[str, TensorInput],
-        *,
-        parent_version: int,
-        meta: dict[str, Any],
-        engines: Collection[str] | None = None,
+        self, tensors: Mapping[str, TensorBytes], meta: Mapping[str, Any]
     ) -> int:
-        """Send a draft to all engines, current and future, or to `engines` only.
-
-        The tensors are referenced until the next publication: do not modify them.
+        """Send a draft to all engines, current and future.
 
         Returns:
-            The version of the draft.
+            The draft's number, greater than all numbers sent to any engine.
 
         Raises:
             TransportError: The draft could not be sent to any engine; it is discarded.
             ValueError: The size or dtype of a tensor is invalid.
         """
-        version = self.next_version
-        draft = _Draft(version, parent_version, meta, tensors)
-        self._counter = version
-        failed = ""
-        sent = 0
-        for engine_id, member in list(self._members.items()):
-            if engines is not None and engine_id not in engines:
-                continue
-            error = self._send(member, draft)
-            sent += not error
-            failed = error or failed
-        if failed and not sent:
-            raise TransportError(failed)
-        if engines is None:
-            self._draft = draft
-        return version
+        feeds = [member.feed for member in self._members.values()]
+        latest = [number_of(feed.latest_version) for feed in feeds]
+        self._number = max([self._number, *latest]) + 1
+        draft = DraftWeights.encode(tensors, first_version(self._number), meta)
+        errors = [self._send(feed, draft) for feed in feeds]
+        if errors and all(errors):
+            raise TransportError(errors[-1])
+        self._draft, self.needs_new_number = draft, False
+        return self._number
 
-    def send_fast(
+    def send_step(
         self,
-        engine_id: str,
-        tensors: Mapping[str, TensorInput],
-        meta: dict[str, Any],
+        engines: Collection[str],
+        tensors: Mapping[str, TensorBytes],
         *,
-        base: int,
-    ) -> None:
-        """Send one engine a fast draft for the base it serves, or the base again.
+        number: int,
+        fast: bool,
+    ) -> list[str]:
+        """Send a fast draft over a draft that engines serve, or the draft again.
 
-        Requests served by it are attributed to version `base`, but its steps are not
-        used to measure that version (`is_fast`). `latest` ignores fast drafts, and
-        engines that join do not receive them.
+        Requests served by it are attributed to the draft's number. `latest` ignores
+        fast drafts, and engines that join do not receive them.
 
-        Args:
-            meta: `adaptation["fast"]` is True for a fast draft, False for a base.
+        Returns:
+            The engines that it was sent to.
 
         Raises:
-            TransportError: The draft cannot be sent; nothing is changed.
+            NoStepLeft: The draft has no step left, or an engine has a newer draft.
+            TransportError: It could not be sent to any engine.
         """
-        feed = self._members[engine_id].feed
-        fast = self._fast.setdefault(engine_id, {})
-        numbers = self._numbers.setdefault(engine_id, {})
-        installed = feed.feedback().installed_version
-        own = self._bases[engine_id] if installed in fast else installed
-        version = self.next_version
-        adaptation = meta["adaptation"]
-        meta = meta | {"adaptation": adaptation | {"base": own}}
-        feed.publish(tensors, version=version, parent_version=own, meta=meta)
-        self._counter = version
-        self._bases[engine_id] = own
-        fast[version], numbers[version] = adaptation["fast"], base
-        for old in list(fast)[:-MAX_FAST_VERSIONS]:
-            del fast[old], numbers[old]
-
-    def _adaptation(self, engine_id: str, last: WeightsFeedback, latest: int) -> str:
-        fast = self._fast.get(engine_id, {})
-        refused = latest == last.refused_version
-        if latest == last.installed_version or refused and not fast.get(latest):
-            return "served" if self.is_fast(engine_id, last.installed_version) else ""
-        if not fast.get(latest):
-            return ""
-        return "refused" if refused else "sent"
+        feeds = [self._members[engine].feed for engine in engines]
+        latest = max(feed.latest_version for feed in feeds)
+        version = next_step(max(latest, first_version(number)), fast=fast)
+        if version is None or number_of(version) != number:
+            raise NoStepLeft(f"version {number} needs a new number")
+        draft = DraftWeights.encode(tensors, version)
+        sent, error = [], ""
+        for feed in feeds:
+            try:
+                feed.publish(draft)
+                sent.append(feed.id)
+            except TransportError as failure:
+                error = f"engine {feed.id}: {failure}"
+        if not sent:
+            raise TransportError(error)
+        return sent
 
     def versions(self) -> dict[str, EngineVersions]:
         result: dict[str, EngineVersions] = {}
         for engine_id, member in list(self._members.items()):
             feedback = self._call(member, member.feed.feedback)
-            if feedback is None:
-                continue
-            latest, refused = member.feed.latest_version, feedback.refused_version
-            if refused in self._fast.get(engine_id, ()):
-                refused = 0  # the fast draft was refused, not its base
-            result[engine_id] = EngineVersions(
-                published=self.number_of(engine_id, latest),
-                installed=self.number_of(engine_id, feedback.installed_version),
-                refused=self.number_of(engine_id, refused),
-                refused_reason=feedback.refused_reason,
-                swap_pause_ms=feedback.swap_pause_ms_last,
-                adaptation=self._adaptation(engine_id, feedback, latest),
-                serves_fast=self.is_fast(engine_id, feedback.installed_version),
-            )
+            if feedback is not None:
+                latest = member.feed.latest_version
+                result[engine_id] = EngineVersions.of(latest, feedback)
         return result
 
-    def number_of(self, engine_id: str, version: int) -> int:
-        """Return the trainer's version for an engine-specific version."""
-        return self._numbers.get(engine_id, {}).get(version, version)
-
-    def is_fast(self, engine_id: str, version: int) -> bool:
-        """Return whether an engine-specific version is a fast draft."""
-        return self._fast.get(engine_id, {}).get(version, False)
-
-    def latest(self) -> Publication | None:
+    def latest(self) -> DraftWeights | None:
         """Return the newest draft that was not refused, to resume from after a restart.
 
-        It is sent to engines that have an older or a fast draft, and to those that join
-        later.
+        It is sent to engines that have an older one, and to those that join later.
         """
-        newest: Publication | None = None
-        behind: set[str] = set()
+        newest: DraftWeights | None = None
+        newer: set[int] = set()
         for member in list(self._members.values()):
             stored = self._call(member, member.feed.latest)
             feedback = self._call(member, member.feed.feedback)
@@ -327,29 +294,18 @@ class Feeds:
                 continue
             if stored.version == feedback.refused_version:
                 continue
-            adaptation = stored.meta.get("adaptation", {})
-            if adaptation.get("fast") or "delta" in stored.meta:
+            newer.add(stored.version)
+            if is_fast(stored.version):
                 self.has_fast_draft = True
-                behind.add(member.feed.id)
-                # All versions since the base may be fast drafts.
-                own = self._bases[member.feed.id] = int(adaptation.get("base", 0))
-                first = max(own, stored.version - MAX_FAST_VERSIONS)
-                since = range(first, stored.version)
-                self._fast[member.feed.id] = {v + 1: True for v in since}
-                self._numbers[member.feed.id] = {v + 1: own for v in since}
-                continue
-            if newest is None or stored.version > newest.version:
+            elif newest is None or stored.version > newest.version:
                 newest = stored
         if newest is not None:
-            meta = {k: v for k, v in newest.meta.items() if k != "adaptation"}
-            self._draft = _Draft(
-                newest.version, newest.parent_version, meta, newest.tensors
-            )
-            self._counter = max(self._counter, newest.version)
+            self._draft = newest
+            self._number = max(self._number, number_of(newest.version))
+            self.needs_new_number = max(newer) > newest.version
             for member in list(self._members.values()):
-                latest = member.feed.latest_version
-                if latest < newest.version or member.feed.id in behind:
-                    self._send(member, self._draft)
+                if member.feed.latest_version < newest.version:
+                    self._send(member.feed, newest)
         return newest
 
     def purge(self, tenant: int | None = None) -> int:
@@ -415,32 +371,22 @@ class Feeds:
         logger.info("engine %s joined: %d now", engine_id, len(self._members))
         if self._collect is not None:
             self._call(member, partial(feed.set_collect, self._collect))
-        draft = self._draft
-        if draft is not None and self._sent_version(feed) != draft.version:
-            self._send(member, draft)
+        if self._draft is not None:
+            latest, current = feed.latest_version, self._draft.version
+            if latest < current:
+                self._send(feed, self._draft)
+            elif number_of(latest) > number_of(current):
+                self.needs_new_number = True
         return engine_id in self._members
 
-    def _sent_version(self, feed: Feed) -> int:
-        return self.number_of(feed.id, feed.latest_version)
-
-    def _send(self, member: _Member, draft: _Draft) -> str:
+    def _send(self, feed: Feed, draft: DraftWeights) -> str:
         """Send a draft; return the error message, if any. The engine is not dropped."""
-        feed = member.feed
-        version = draft.version
-        if version <= feed.latest_version:
-            version = self.next_version
-            self._counter = version
-            self._numbers.setdefault(feed.id, {})[version] = draft.version
         try:
-            feed.publish(
-                draft.tensors,
-                version=version,
-                parent_version=draft.parent_version,
-                meta=draft.meta,
-            )
+            feed.publish(draft)
         except TransportError as error:
             self.failed_publications += 1
-            logger.error("engine %s: draft %d: %s", feed.id, draft.version, error)
+            name = version_name(draft.version)
+            logger.error("engine %s: draft %s: %s", feed.id, name, error)
             return str(error)
         return ""
 

@@ -32,7 +32,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from vllm_tide.config import without_credentials
-from vllm_tide.transport.publication import MAX_VERSION, DraftBlob, WeightsRefused
+from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.record import RingSpec
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
@@ -43,6 +43,7 @@ from vllm_tide.transport.rendezvous import (
 )
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import MALFORMED, TransportError, sanitize_for_log
+from vllm_tide.transport.versions import MAX_VERSION, version_name
 
 FORMAT_VERSION = 3
 MAX_JSON_BYTES = 16 << 20
@@ -357,16 +358,16 @@ class EngineFolder:
         sizes = self.store.sizes(self.path(RECORDS))
         return {name: sizes[name] for name in sorted(sizes) if shard_number(name)}
 
-    def write_draft(self, blob: DraftBlob) -> str:
+    def write_draft(self, weights: DraftWeights) -> str:
         """Store a draft and remove old ones; return its file name."""
-        name = f"{blob.version:019d}-{blob.sha256.hex()}.safetensors"
-        self.store.write(self.path(DRAFTS, name), bytes(blob.data))
+        name = f"{weights.version:019d}-{weights.sha256.hex()}.safetensors"
+        self.store.write(self.path(DRAFTS, name), bytes(weights.data))
         stored = filter(DRAFT_NAME.fullmatch, self.store.sizes(self.path(DRAFTS)))
         old = sorted(other for other in stored if other <= name)[:-NUM_STORED_DRAFTS]
         self.store.remove(*(self.path(DRAFTS, each) for each in old))
         return name
 
-    def read_draft(self, name: str, max_bytes: int = MAX_DRAFT_BYTES) -> DraftBlob:
+    def read_draft(self, name: str, max_bytes: int = MAX_DRAFT_BYTES) -> DraftWeights:
         """Read a draft without verifying it.
 
         Raises:
@@ -376,12 +377,16 @@ class EngineFolder:
         version, digest = draft_version(name), bytes.fromhex(name[20:84])
         size = self.store.sizes(self.path(DRAFTS)).get(name, 0)
         if size > max_bytes:
-            reason = f"draft {version} has {size} bytes, more than {max_bytes}"
-            raise WeightsRefused("segment", reason)
+            raise WeightsRefused(
+                "segment",
+                f"draft {version_name(version)} has {size} bytes, more than "
+                f"{max_bytes}",
+            )
         data = self.store.read(self.path(DRAFTS, name), max_bytes)
         if data is None:
-            raise StoreError(f"draft {version} is not in {self.store.url}")
-        return DraftBlob(version, digest, data)
+            where = self.store.url
+            raise StoreError(f"draft {version_name(version)} is not in {where}")
+        return DraftWeights(version, digest, data)
 
     def remove_unfinished(self, min_age_s: float = -math.inf) -> None:
         """Remove temporary files of killed writers."""

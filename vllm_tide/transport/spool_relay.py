@@ -35,6 +35,7 @@ from vllm_tide.transport.spool import (
 )
 from vllm_tide.transport.spool_shard import Bounds, ShardWriter, purge_shards
 from vllm_tide.transport.tenant import purged_tenant
+from vllm_tide.transport.versions import version_name
 from vllm_tide.transport.weights import WeightsWriter
 
 logger = logging.getLogger("vllm_tide.relay")
@@ -234,22 +235,21 @@ class Relay:
 
     def _forward_draft(self, name: str, version: int) -> None:
         try:
-            blob = self._folder.read_draft(name, self._weights.max_bytes)
-            blob.verify()
-            self._weights.put(blob)
+            weights = self._folder.read_draft(name, self._weights.max_bytes)
+            self._weights.publish(weights.verify())
         except StoreError:  # retried
             raise
         except TransportError as error:
             self._refused = (version, getattr(error, "reason", "segment"))
             logger.warning(
-                "engine %s: draft %d of the spool is refused: %s",
+                "engine %s: draft %s of the spool is refused: %s",
                 self._folder.engine_id,
-                version,
+                version_name(version),
                 sanitize_for_log(error),
             )
         else:
-            message = "engine %s: draft %d published"
-            logger.info(message, self._folder.engine_id, version)
+            message = "engine %s: draft %s published"
+            logger.info(message, self._folder.engine_id, version_name(version))
 
     def _write_state(self, *, running: bool = True) -> None:
         feedback, now = self._weights.feedback(), steady_unix()

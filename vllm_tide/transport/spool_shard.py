@@ -20,8 +20,8 @@ from safetensors import SafetensorError, deserialize, serialize
 
 from vllm_tide import _shm
 from vllm_tide.config import SpoolConfig
+from vllm_tide.transport.draft_weights import tensor_spec
 from vllm_tide.transport.process import steady_unix
-from vllm_tide.transport.publication import tensor_spec
 from vllm_tide.transport.record import Record, RecordError, RingSpec, decode, tenant_of
 from vllm_tide.transport.rendezvous import ABANDONED_S
 from vllm_tide.transport.shm import MALFORMED, sanitize_for_log

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
 from vllm_tide import _shm
-from vllm_tide.transport import publication
-from vllm_tide.transport.publication import (
-    DraftBlob,
-    Publication,
-    TensorBytes,
-    TensorInput,
+from vllm_tide.transport.draft_weights import (
+    FORMAT_VERSION,
+    DraftWeights,
     WeightsRefused,
 )
 from vllm_tide.transport.shm import (
@@ -35,15 +30,7 @@ from vllm_tide.transport.shm import (
     TransportError,
     peek,
 )
-
-__all__ = [
-    "Publication",
-    "TensorBytes",
-    "WeightsFeedback",
-    "WeightsRefused",
-    "WeightsSegment",
-    "WeightsWriter",
-]
+from vllm_tide.transport.versions import MAX_VERSION, version_name
 
 MAGIC = b"VTIDEWTS"
 _READ_ATTEMPTS = 3
@@ -101,7 +88,7 @@ def _slot_bytes(segment: Segment) -> int:
 
 
 def _attach(name: str) -> Segment:
-    segment = Segment.attach(name, MAGIC, publication.FORMAT_VERSION)
+    segment = Segment.attach(name, MAGIC, FORMAT_VERSION)
     if _slot_bytes(segment) < PAGE_BYTES:
         segment.close()
         raise TransportError(f"segment {name} is too small: restart its engine")
@@ -137,8 +124,7 @@ class WeightsSegment:
             TransportError: The memory cannot be allocated.
         """
         slot_bytes = max(-(-slot_bytes // PAGE_BYTES), 1) * PAGE_BYTES
-        version = publication.FORMAT_VERSION
-        segment = Segment.create("weights", MAGIC, version, {}, 2 * slot_bytes)
+        segment = Segment.create("weights", MAGIC, FORMAT_VERSION, {}, 2 * slot_bytes)
         weights = cls(segment)
         weights.report(0)
         return weights
@@ -160,7 +146,7 @@ class WeightsSegment:
                 return self._segment.load(_Atomic.LATEST)
         return 0
 
-    def read(self) -> Publication:
+    def read(self) -> DraftWeights:
         """Copy and verify the latest publication.
 
         Raises:
@@ -176,15 +162,19 @@ class WeightsSegment:
                 raise WeightsRefused("empty", "nothing has been published yet")
             if version < self._last_read:
                 raise WeightsRefused(
-                    "stale", f"version {version} is older than {self._last_read}"
+                    "stale",
+                    f"version {version_name(version)} is older than "
+                    f"{version_name(self._last_read)}",
                 )
             latest = self.read_version(version)
             if latest is not None:
                 self._last_read = version
                 return latest
-        raise WeightsRefused("torn", f"no slot contains version {version}")
+        raise WeightsRefused(
+            "torn", f"no slot contains version {version_name(version)}"
+        )
 
-    def read_version(self, version: int) -> Publication | None:
+    def read_version(self, version: int) -> DraftWeights | None:
         """Copy and verify a version; None if no slot contains it.
 
         Raises:
@@ -192,9 +182,9 @@ class WeightsSegment:
         """
         try:
             for slot in (0, 1):
-                blob = self._read_slot(slot, version)
-                if blob is not None:
-                    return publication.decode(blob)
+                weights = self._read_slot(slot, version)
+                if weights is not None:
+                    return weights.verify()
         except ValueError as error:  # closed by another thread meanwhile
             raise WeightsRefused(
                 "truncated", f"segment {self.name} was closed: {error}"
@@ -225,7 +215,7 @@ class WeightsSegment:
     def close(self) -> None:
         self._segment.close()
 
-    def _read_slot(self, slot: int, version: int) -> DraftBlob | None:
+    def _read_slot(self, slot: int, version: int) -> DraftWeights | None:
         """Copy a slot; None if it has another version or changed during the copy."""
         segment = self._segment
         before = segment.load(_Atomic.SEQUENCE + slot)
@@ -237,7 +227,7 @@ class WeightsSegment:
             return None
         if size > self._slot_bytes - BLOB_AT:
             raise WeightsRefused(
-                "truncated", f"version {version} is larger than its slot"
+                "truncated", f"version {version_name(version)} is larger than its slot"
             )
         # One pass without the GIL; the copy is verified.
         copy = np.empty(-(-size // 8) * 8, np.uint8)
@@ -245,7 +235,7 @@ class WeightsSegment:
         _shm.gather(copy, 0, (segment.buf[at : at + size],))
         if segment.load(_Atomic.SEQUENCE + slot) != before:
             return None
-        return DraftBlob(version, digest, copy[:size])
+        return DraftWeights(version, digest, copy[:size])
 
 
 class WeightsWriter:
@@ -289,44 +279,29 @@ class WeightsWriter:
         """The highest version published by this or an earlier trainer."""
         return self._last_published
 
-    def publish(
-        self,
-        tensors: Mapping[str, TensorInput],
-        *,
-        version: int,
-        parent_version: int,
-        meta: dict[str, Any],
-    ) -> None:
+    def publish(self, weights: DraftWeights) -> None:
         """Write a draft to the free slot and make it the latest version.
 
-        Args:
-            tensors: By name: torch dtype name, shape, and bytes.
-            version: Greater than every earlier version.
-
-        Raises:
-            TransportError: The segment is lost, too small, or has a newer version.
-            ValueError: The size or dtype of a tensor is invalid.
-        """
-        self.put(publication.encode(tensors, version, parent_version, meta))
-
-    def put(self, blob: DraftBlob) -> None:
-        """Write a serialised draft to the free slot and make it the latest version.
+        Its version must be greater than every earlier one.
 
         Raises:
             TransportError: The segment is lost, too small, or has a newer version.
         """
         self._require_intact()
-        segment, version, latest = self._segment, blob.version, self._last_published
+        segment, version, latest = self._segment, weights.version, self._last_published
+        name = version_name(version)
         if version <= latest:
-            raise TransportError(f"version {version} is not newer than {latest}")
-        if version > publication.MAX_VERSION:
             raise TransportError(
-                f"version {version} exceeds the maximum: restart the engine"
+                f"version {name} is not newer than {version_name(latest)}"
             )
-        size = len(blob.data)
+        if version > MAX_VERSION:
+            raise TransportError(
+                f"version {name} exceeds the maximum: restart the engine"
+            )
+        size = len(weights.data)
         if size > self.max_bytes:
             raise TransportError(
-                f"version {version} has {size} bytes, a slot has {self.max_bytes}: "
+                f"version {name} has {size} bytes, a slot has {self.max_bytes}: "
                 "enlarge the slots of the engine's weights segment"
             )
         slot = 1 if latest and self._version_in(0) == latest else 0
@@ -335,10 +310,10 @@ class WeightsWriter:
         # Odd while writing; already odd if a previous writer was killed here.
         odd = segment.load(_Atomic.SEQUENCE + slot) % 2
         _shm.fetch_add(segment.buf, sequence, 2 if odd else 1)
-        slot_header = SLOT_HEAD.pack(SLOT_MAGIC, version, size, blob.sha256)
+        slot_header = SLOT_HEAD.pack(SLOT_MAGIC, version, size, weights.sha256)
         segment.buf[start : start + len(slot_header)] = slot_header
         at = start + BLOB_AT
-        segment.buf[at : at + size] = memoryview(blob.data)
+        segment.buf[at : at + size] = memoryview(weights.data)
         _shm.fetch_add(segment.buf, sequence, 1)
         segment.store(_Atomic.LATEST, version)
         self._last_published = version

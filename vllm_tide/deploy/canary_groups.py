@@ -1,4 +1,6 @@
-"""Online clustering of requests into groups, from token ids and without labels.
+"""Groups of similar requests, which the canary compares with their like.
+
+Online clustering of requests by their token ids, without labels.
 
 A request is a unit vector: square roots of the counts of its tokens and token pairs,
 hashed with a sign (Weinberger et al. 2009), so a cosine estimates the Bhattacharyya
