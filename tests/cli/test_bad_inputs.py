@@ -103,6 +103,7 @@ CASES = [
     (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
+    (["train", "--model", "DIR/x"], 2, "error: --model: applies only to engines of a"),
     (["export", "DIR/o", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: give --"),
     (
         ["export", "DIR/o", "--from", "/nonexist"],

@@ -20,11 +20,10 @@ from tests.transport.spool_toys import (
     feed_of,
     head_tensors,
     seeds_in,
-    settle,
     write_shards,
     writer_of,
 )
-from vllm_tide.transport import feed_spool
+from vllm_tide.transport import feed_spool, spool_shard
 from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import ABANDONED_S, reclaim_orphans
 from vllm_tide.transport.shm import TransportError
@@ -270,12 +269,16 @@ class Relayed(Spool):
         self.engine.write_trainer(TrainerState("i", unix=1.0, draft=draft))
 
     def act(self) -> bool:
-        relay = self._engine.relay(self.store, CONFIG)
-        try:
-            settle(relay)
-        finally:
-            relay._finish()
-            relay.close()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spool_shard, "SHARD_SECONDS", 0.0)
+            relay = self._engine.relay(self.store, CONFIG)
+            try:
+                for _ in range(2):  # the same operations each time
+                    relay._next_poll = 0.0
+                    relay.tick()
+            finally:
+                relay._finish()
+                relay.close()
         state, entry = self.engine.read_state(), self.engine.read_engine()
         return entry is not None and state is not None and not state.running
 

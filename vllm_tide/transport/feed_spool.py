@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -51,35 +51,12 @@ POLL_S = 0.25
 """Interval between accesses to the storage (s)."""
 PREFETCHED_SHARDS = 2
 CURSOR_S = 1.0
-"""Interval between cursor writes (s): records since the last are read again."""
+"""Interval between cursor writes (s): after a crash, later records are read again."""
 TAKEOVER_S = 3 * BEAT_S
 """Time without a heartbeat (s) after which another trainer is considered dead."""
 UNREAD_S = 60.0
 """Maximum time to wait for unread shards of a dead engine (s)."""
 _CLOSE_S, _CLOSE_WITH_DRAFT_S = 5.0, 60.0
-
-
-@dataclass
-class _Prefetched:
-    """A shard; `taken` of its records were read; None replaces a purged record."""
-
-    number: int
-    records: list[Record | None]
-    taken: int = 0
-
-    def take(self) -> Record | None:
-        record, self.records[self.taken] = self.records[self.taken], None
-        self.taken += 1
-        return record
-
-    def purge(self, tenant: int | None) -> int:
-        """Replace a tenant's records by None, so that the indices of others stay."""
-        purged = 0
-        for index, record in enumerate(self.records):
-            if record is not None and tenant in (None, record.tenant):
-                self.records[index] = None
-                purged += 1
-        return purged
 
 
 class SpoolFeed:
@@ -113,7 +90,8 @@ class SpoolFeed:
         self._reader = ShardReader(folder, entry.spec)
         self._cursor = (1, 0)
         self._lock = threading.Lock()
-        self._queue: deque[_Prefetched] = deque()
+        # Number of its shard, its index there, record.
+        self._queue: deque[tuple[int, int, Record]] = deque()
         # Purges since the last fetch started: its shard may be older than the purges.
         self._purges: list[int | None] = []
         self._pending: DraftWeights | None = None
@@ -159,16 +137,10 @@ class SpoolFeed:
             while self._queue and len(records) < limit:
                 if max_rows is not None and rows >= max_rows:
                     break
-                shard = self._queue[0]
-                if shard.taken < len(shard.records):
-                    record = shard.take()
-                    if record is not None:
-                        records.append(record)
-                        rows += max(record.num_rows, 1)
-                    self._cursor = (shard.number, shard.taken)
-                else:
-                    self._queue.popleft()
-                    self._cursor = (shard.number + 1, 0)
+                shard, index, record = self._queue.popleft()
+                self._cursor = (shard, index + 1)
+                records.append(record)
+                rows += max(record.num_rows, 1)
         return records
 
     def purge(self, tenant: int | None = None) -> int:
@@ -178,7 +150,11 @@ class SpoolFeed:
         """
         with self._lock:
             self._purges.append(tenant)
-            return sum(shard.purge(tenant) for shard in self._queue)
+            before = self._queue
+            self._queue = deque(
+                entry for entry in before if tenant not in (None, entry[2].tenant)
+            )
+            return len(before) - len(self._queue)
 
     def heartbeat(self) -> None:
         if self.lost:
@@ -239,7 +215,7 @@ class SpoolFeed:
             "shards_removed": skipped["removed"],
             "shards_damaged": skipped["damaged"],
             "corrupt_records": skipped["unfit"],
-            "waiting_shards": len(self._queue)
+            "waiting_shards": self._num_prefetched
             + max(state.last_shard + 1 - self._reader.next_shard, 0),
         }
 
@@ -287,7 +263,7 @@ class SpoolFeed:
         if state is not None:
             self._heartbeat.observe(state.unix)
             self._state = state
-        while not closing and len(self._queue) < PREFETCHED_SHARDS:
+        while not closing and self._num_prefetched < PREFETCHED_SHARDS:
             if not self._fetch():
                 break
         if self._state.running and self._heartbeat.fresh:
@@ -303,20 +279,25 @@ class SpoolFeed:
             if self._pending is weights:  # not replaced by a newer one meanwhile
                 self._pending = None
 
+    @property
+    def _num_prefetched(self) -> int:
+        with self._lock:
+            return self._queue[-1][0] - self._queue[0][0] + 1 if self._queue else 0
+
     def _fetch(self) -> bool:
         with self._lock:
             self._purges.clear()
         fetched = self._reader.fetch(self._state.last_shard)
         if fetched is None:
             return False
-        shard = _Prefetched(fetched[0], list(fetched[1]))
+        shard, records = fetched
         with self._lock:
-            for tenant in self._purges:
-                shard.purge(tenant)
             number, index = self._cursor
-            if number == shard.number and not self._queue:  # read before a restart
-                shard.taken = min(index, len(shard.records))
-            self._queue.append(shard)
+            first = index if number == shard else 0  # read before a restart
+            purged = set(self._purges)
+            for index, record in enumerate(records):
+                if index >= first and not purged & {None, record.tenant}:
+                    self._queue.append((shard, index, record))
         self._progress = time.monotonic()
         return True
 
@@ -402,8 +383,7 @@ class SpoolSource:
         self._engine_id, self._model, self._cache = engine_id, model, cache
         self._threaded = threaded
         self._heartbeats: dict[str, HeartbeatMonitor] = {}
-        self._entries: dict[str, EngineEntry | TransportError] = {}
-        self._listed = self._entries  # at the last `find`
+        self._entries: dict[str, EngineEntry | TransportError | None] = {}
         self._opening: dict[str, SpoolFeed] = {}
         self._failing = ""
         self._closing = threading.Event()
@@ -418,8 +398,7 @@ class SpoolSource:
     def find(self) -> list[str]:
         if not self._threaded:
             self._scan()
-        self._listed = self._entries
-        return list(self._listed)
+        return list(self._entries)
 
     def identity(self, engine_id: str) -> dict[str, str]:
         return self._entry(engine_id).identity
@@ -450,7 +429,9 @@ class SpoolSource:
             feed.close()
 
     def _entry(self, engine_id: str) -> EngineEntry:
-        entry = self._listed[engine_id]
+        entry = self._entries.get(engine_id) or TransportError(
+            f"engine {engine_id} is not announced in {self._store.url} now"
+        )
         if isinstance(entry, TransportError):
             raise entry
         return entry
@@ -477,16 +458,14 @@ class SpoolSource:
             logger.error("%s", problem)
         self._failing = problem
 
-    def _read(self, folder: EngineFolder) -> EngineEntry | TransportError:
+    def _read(self, folder: EngineFolder) -> EngineEntry | TransportError | None:
         cached = self._entries.get(folder.engine_id)
         if isinstance(cached, EngineEntry):
             return cached
         try:
-            entry = folder.read_engine()
+            return folder.read_engine()
         except TransportError as error:
             return error
-        where = f"engine {folder.engine_id} is not announced in {self._store.url} yet"
-        return entry or TransportError(where)
 
     def _alive(self, folder: EngineFolder) -> bool:
         state = folder.read_state()
