@@ -39,7 +39,7 @@ SPOOL_VARIABLE = "TIDE_SPOOL_URL"
 _ENGINE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX, _SUFFIX = "engine-", ".json"
 _OF_ENGINE = re.compile(
-    r"(?:trainer|events|relay)-([0-9a-f]{16})(?:-\d+)?\.(?:jsonl?|new|log|log\.1)"
+    r"(?:trainer|events|relay)-([0-9a-f]{16})\.(?:jsonl?|log|log\.1)"
 )
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 MAX_BYTES = 1 << 20

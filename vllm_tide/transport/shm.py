@@ -268,10 +268,10 @@ class Segment:
         return fd is not None
 
     def _locked(self, byte: int) -> bool:
-        # OSError: another thread closed the segment between the check and the call.
-        with contextlib.suppress(OSError):
+        try:
             return not self.closed and locks.is_locked(self.fd, byte)
-        return False
+        except OSError:  # it is unknown, or another thread has just closed the segment
+            return not self.closed
 
     def unlink(self) -> None:
         """Unlink the segment if this process created it. Idempotent, never raises.
