@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.engine.test_capture import HIDDEN, TOPK, VOCAB, Step
+from tests.transport.samples import make_manifest, write_dead_manifest
 from tests.transport.spool_toys import ToyEngine
-from tests.transport.test_rendezvous import make_manifest
 from vllm_tide.capture import switch
 from vllm_tide.capture.switch import watch_capture_switch
 from vllm_tide.cli.main import main
@@ -92,8 +92,7 @@ def test_a_switch_that_no_engine_follows_is_reported(tmp_path, capsys, state):
     assert capsys.readouterr() == expected
     assert list(tmp_path.iterdir()) == []
     # An engine that starts there follows it.
-    dead = make_manifest(pid=2**22 + 1)
-    write_manifest(tmp_path, dead)
+    write_dead_manifest(tmp_path)
     assert main(["capture", state, "--run-dir", str(tmp_path)]) == 1
     assert capsys.readouterr() == (message % tmp_path, "")
     assert (tmp_path / "capture_off.json").exists() == (state == "off")
