@@ -304,7 +304,7 @@ class Server:
             if self.tide.control is not None:
                 state["control_faults"] = dict(self.tide.control.faults)
             if self.tide.swapper is not None:
-                state["version"] = self.tide.swapper.version
+                state["version"] = self.tide.swapper.number
         policy = getattr(self.control, "policy", None)
         if self.control is not None:
             state["lost"] = policy is None

@@ -21,7 +21,7 @@ from typing import Any, NotRequired, TypedDict
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.engine.requests import argument, length_cap
 from vllm_tide.metrics import increments
-from vllm_tide.transport.versions import first_version, number_of
+from vllm_tide.transport.versions import step_of
 
 logger = logging.getLogger("vllm.tide")
 
@@ -112,7 +112,7 @@ class SchedulerTide:
         directive = StepDirective()
         if self._staged not in (0, self._ordered):
             self._ordered = directive["install"] = self._staged
-            if self._staged == first_version(number_of(self._staged)):
+            if not step_of(self._staged):
                 self._leave_old_kv()
         salted = []
         for new in new_requests:

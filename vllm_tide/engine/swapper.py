@@ -27,7 +27,7 @@ from vllm_tide.engine.staged_draft import (
     Stager,
 )
 from vllm_tide.tracing import open_tracing
-from vllm_tide.transport.versions import is_fast, number_of, version_name
+from vllm_tide.transport.versions import number_of, step_of, version_name
 from vllm_tide.transport.weights import WeightsSegment
 
 logger = logging.getLogger("vllm.tide")
@@ -141,10 +141,8 @@ class Swapper:
         self.stager.done(staged, time.perf_counter() - began)
         self.report()
         if self._tracing is not None:
-            facts = {
-                "version": number_of(version),
-                "installed": self.version == version,
-            }
+            served = self.version == version
+            facts = {"version": number_of(version), "installed": served}
             self._tracing.span("swap", time.perf_counter() - began, facts)
 
     def report(self) -> None:
@@ -161,7 +159,7 @@ class Swapper:
         back = [staged.facts.get(key) for key in ("rollback_of", "to", "reason")]
         text = ", a rollback of {!r:.20} to the weights of {!r:.20} ({!r:.200})"
         logger.log(
-            logging.DEBUG if is_fast(staged.version) else logging.INFO,
+            logging.DEBUG if step_of(staged.version) else logging.INFO,
             "vllm_tide: draft %s is live%s; pause %.1f ms.",
             version_name(staged.version),
             "" if back[0] is None else text.format(*back),

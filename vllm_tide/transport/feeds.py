@@ -32,6 +32,7 @@ from vllm_tide.transport.versions import (
     is_fast,
     next_step,
     number_of,
+    step_of,
     version_name,
 )
 from vllm_tide.transport.weights import WeightsFeedback
@@ -74,12 +75,11 @@ class EngineVersions:
             adaptation = "sent" if is_fast(latest) else ""
         elif latest == refused and is_fast(latest):
             adaptation = "refused"
-        number = number_of(refused)
         return cls(
             published=number_of(latest),
             installed=number_of(installed),
             # A refused step is no refusal of its base.
-            refused=number if refused == first_version(number) else 0,
+            refused=0 if step_of(refused) else number_of(refused),
             refused_reason=feedback.refused_reason,
             swap_pause_ms=feedback.swap_pause_ms_last,
             adaptation=adaptation,

@@ -24,10 +24,14 @@ def is_fast(version: int) -> bool:
     return bool(version & 1)
 
 
+def step_of(version: int) -> int:
+    return version & (1 << STEP_BITS) - 1
+
+
 def version_name(version: int) -> str:
     """Return a version for messages: its number, with the step if there is one."""
-    step = version & (1 << STEP_BITS) - 1
-    return f"{number_of(version)}.{step}" if step else str(number_of(version))
+    number, step = number_of(version), step_of(version)
+    return f"{number}.{step}" if step else str(number)
 
 
 def next_step(version: int, *, fast: bool) -> int | None:
