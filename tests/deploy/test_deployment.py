@@ -157,6 +157,26 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     assert not heads(engine)
 
 
+def test_a_new_number_waits_for_the_canary_and_needs_none(engine):
+    """For an engine that joined with a higher number, of another trainer."""
+    serve(engine, 60, 0, 4)
+    sidecar = attach(engine)
+    assert sidecar._tick()
+    offer(sidecar)
+    sidecar.feeds.needs_new_number = True
+    assert sidecar._tick() and engine.latest == 1  # it is not installed yet
+    engine.report(1)
+    assert sidecar._tick() and engine.latest == 1
+    serve(engine, 160, 1, 4)
+    assert sidecar._tick() and not sidecar.deployment.canary.undecided
+    live = sidecar.trainer.snapshot()
+    assert sidecar._tick() and engine.latest == 2
+    assert_sent(engine, live)
+    engine.report(2)
+    assert sidecar._tick() and engine.latest == 2
+    assert sidecar.deployment.good == 2 and not sidecar.deployment.canary.undecided
+
+
 def test_a_rollback_that_cannot_be_sent_is_retried(engine, monkeypatch):
     sidecar, before = published_once(engine)
     monkeypatch.setattr("vllm_tide.deploy.deployment.RETRY_S", 0.0)

@@ -147,7 +147,8 @@ class Deployment:
         Needed if an engine has a higher number, or no step is left for a fast draft.
         """
         now = time.monotonic()
-        if self._pending is not None or self.canary.undecided or now < self._retry_at:
+        swapping = self._pending is not None or self.installed != self.published
+        if swapping or self.canary.undecided or now < self._retry_at:
             return
         self._retry_at = now + RETRY_S
         try:
