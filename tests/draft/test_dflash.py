@@ -27,11 +27,12 @@ from vllm_tide.draft.fresh import fresh_directory, mask_token
 from vllm_tide.draft.kind import KINDS, canonical, draft_config, method_of
 from vllm_tide.draft.probe import probe_rows
 from vllm_tide.draft.prune import reprune
+from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.speculators import Verifier, save_speculators
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.speculative import METHODS
 from vllm_tide.train.evaluate import evaluate
-from vllm_tide.train.packing import LossRows, pack, plan_rows
+from vllm_tide.train.packing import Batch, pack, plan_rows
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep
 
@@ -138,15 +139,8 @@ def blocks(
     """Return (document key, row, step) to the normed output."""
     batch = pack(samples, branches=False)
     plan = plan_rows(batch, DEPTH)
-    outputs = draft.forward_steps(
-        batch.tokens,
-        batch.features,
-        batch.positions,
-        batch.layout,
-        plan,
-        dtype,
-        depth=DEPTH,
-    )
+    weights = draft.compute_weights(dtype)
+    outputs = draft.forward_steps(batch.rows(plan), weights, depth=DEPTH)
     out = {}
     for i, (step, normed) in enumerate(zip(plan, outputs, strict=True)):
         for at, value in zip(step.active[step.loss].tolist(), normed, strict=True):
@@ -203,15 +197,16 @@ def test_slot_j_of_an_anchor_has_the_teacher_of_the_token_before_it() -> None:
         4,
         1,
     )
-    batch = pack([sample], branches=False)
-    plan = plan_rows(batch, DEPTH)
-    rows = LossRows.from_plan(batch, plan)
+    packed = pack([sample], branches=False)
+    plan = plan_rows(packed, DEPTH)
+    batch = Batch.from_plan(packed, plan, torch.arange(size))
     row = torch.cat([step.active[step.loss] for step in plan])
-    anchor, slot = row + 1, rows.step + 1
+    anchor, slot = row + 1, batch.loss.step + 1
     assert isinstance(batch.teacher, Tensor)
-    assert torch.equal(batch.teacher[rows.teacher][:, 0].long(), anchor + slot - 1)
-    labelled = rows.token >= 0
-    assert torch.equal(rows.token[labelled], (anchor + slot)[labelled])
+    teacher = batch.teacher[batch.loss.teacher][:, 0].long()
+    assert torch.equal(teacher, anchor + slot - 1)
+    labelled = batch.loss.label >= 0
+    assert torch.equal(batch.loss.label[labelled], (anchor + slot)[labelled])
 
 
 def test_a_draft_learns_the_target_and_its_evaluation_shows_it() -> None:
@@ -245,10 +240,14 @@ def test_a_large_batch_trains_on_some_blocks_with_right_rows(
     for before, after in zip(plan, chosen, strict=True):
         want = [r for r in before.active[before.loss].tolist() if r in rows_left]
         assert after.active[after.loss].tolist() == want
-    rows = LossRows.from_plan(batch, chosen)
-    everything = LossRows.from_plan(batch, plan)
-    pairs = set(zip(everything.teacher.tolist(), everything.step.tolist(), strict=True))
-    assert pairs >= set(zip(rows.teacher.tolist(), rows.step.tolist(), strict=True))
+
+    def taught(steps: list[StepRows]) -> set[tuple[float, int]]:
+        planned = Batch.from_plan(batch, steps, torch.arange(VOCAB))
+        assert isinstance(planned.teacher, Tensor)
+        teacher = planned.teacher[planned.loss.teacher][:, 0]
+        return set(zip(teacher.tolist(), planned.loss.step.tolist(), strict=True))
+
+    assert taught(plan) >= taught(chosen)
 
 
 @pytest.mark.parametrize("size", [VOCAB, 40])

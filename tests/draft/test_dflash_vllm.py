@@ -14,7 +14,7 @@ from tests.toys import make_target
 from vllm_tide.draft import DFlashConfig, DFlashDraft, TargetRows, VocabMap
 from vllm_tide.draft.checkpoint import load_draft, save_draft
 from vllm_tide.draft.config import Rope
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import RowLayout, Rows, StepRows
 
 pytestmark = pytest.mark.vllm
 ROWS, DEPTH, FIRST = 24, 4, 7
@@ -82,14 +82,15 @@ def test_logits_equal_vllm_before_and_after_an_installation(
     plan = [StepRows(at, torch.tensor([0]))] * DEPTH
     for draft, name in zip(drafts, ("first", "other"), strict=True):
         with torch.no_grad():
-            normed = draft.forward_steps(
+            weights = draft.compute_weights(torch.float32)
+            rows = Rows(
                 tokens,
-                features,
                 torch.arange(FIRST, FIRST + ROWS + 1),
+                features,
                 RowLayout([0, ROWS + 1], [ROWS + 1], [], []),
                 plan,
             )
-            weights = draft.compute_weights(torch.float32)
+            normed = draft.forward_steps(rows, weights)
             ours = draft.logits(torch.cat(normed), weights)
         expected = theirs[name][1:, ids]
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

@@ -55,9 +55,7 @@ def ttt_logits(draft: Eagle3Draft, samples: list[Sample]) -> dict[tuple, torch.T
     batch = pack(samples)
     plan = plan_rows(batch, STEPS)
     weights = draft.compute_weights(torch.float32)
-    outputs = draft.forward_steps(
-        batch.tokens, batch.features, batch.positions, batch.layout, plan
-    )
+    outputs = draft.forward_steps(batch.rows(plan), weights)
     out = {}
     for i, (rows, normed) in enumerate(zip(plan, outputs, strict=True)):
         logits = draft.logits(normed, weights).detach()

@@ -14,7 +14,7 @@ from tests.toys import make_target
 from vllm_tide.draft import Eagle3Config, Eagle3Draft, TargetRows, VocabMap
 from vllm_tide.draft.checkpoint import load_draft, save_draft
 from vllm_tide.draft.config import Rope
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import RowLayout, Rows, StepRows
 
 pytestmark = pytest.mark.vllm
 ROWS = 24
@@ -84,8 +84,9 @@ def test_logits_equal_vllm(tmp_path: Path, changes: dict) -> None:
     with torch.no_grad():
         weights = draft.compute_weights(torch.float32)
         layout = RowLayout([0, ROWS + 1], [ROWS + 1], [], [])
+        positions = torch.arange(7, 8 + ROWS)
         (normed,) = draft.forward_steps(
-            tokens, features, torch.arange(7, 8 + ROWS), layout, [rows]
+            Rows(tokens, positions, features, layout, [rows]), weights
         )
         ours = draft.logits(normed, weights)
     expected = theirs["logits"][:, draft.vocab.target_ids]

@@ -13,7 +13,7 @@ from tests.engine.shared_engine import DEMO, draft_tensors
 from tests.engine.test_swap_adaptation import Swaps
 from tests.train.toys import ToyTarget, config
 from vllm_tide.draft import Eagle3Draft, VocabMap, export_tensors
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import RowLayout, Rows, StepRows
 from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.engine import staged_draft
 from vllm_tide.engine.staged_draft import DraftContract, DraftRefused, Stager
@@ -160,14 +160,16 @@ def test_the_probe_computes_the_same_as_the_draft(changes, tmp_path):
     embed = torch.cat([torch.zeros(1, shape.hidden_size), rows])
     draft = Eagle3Draft.initialise(shape, target.embed, target.head, vocab_map)
     draft.embed = embed
-    (normed,) = draft.forward_steps(
+    packed = Rows(
         torch.arange(ROWS + 1),
-        torch.cat([features, features[:1]]),
         torch.zeros(ROWS + 1, dtype=torch.int64),  # no rotation
+        torch.cat([features, features[:1]]),
         RowLayout([0, ROWS + 1], [ROWS + 1], [], []),
         [StepRows(torch.arange(ROWS), torch.arange(ROWS))],
     )
-    want = draft.logits(normed, draft.compute_weights(torch.float32))
+    weights = draft.compute_weights(torch.float32)
+    (normed,) = draft.forward_steps(packed, weights)
+    want = draft.logits(normed, weights)
     tensors = export_tensors(draft, torch.float32)
     got = probe_rows(shape, tensors, torch.float32)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

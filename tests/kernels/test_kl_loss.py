@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.train.loss_references import loss_rows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.kernels import kl_loss as op
@@ -16,7 +17,6 @@ from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
     KernelTeacher,
-    LossTask,
     fused_lm_head_loss,
 )
 
@@ -132,25 +132,23 @@ def test_loss_and_gradients_equal_those_of_training(
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     normed, head, hidden, rows, vocab, index = problem(pruned)
     term = "reverse_kl" if reverse else "forward_kl"
-    weights = torch.linspace(0.1, 1.0, 7)
-    target_ids = vocab.target_ids
-    task = LossTask(
-        LossMix({term: 1.0}), index, weights[None], torch.full_like(index, -1), 7
-    )
+    weights = torch.linspace(0.1, 1.0, 7)[None]
+    target_ids, mix = vocab.target_ids, LossMix({term: 1.0})
+    at = loss_rows(index, torch.full_like(index, -1), 7)
     target = TargetRows(rows, rows, logit_scale=0.5, logit_softcap=2.0)
     taught = HiddenTeacher.from_hidden(hidden, target, rows[target_ids], torch.float32)
     a, b = normed.clone().requires_grad_(), head.clone().requires_grad_()
-    expected, theirs = fused_lm_head_loss(a, b, b.detach(), taught, task)
+    expected, theirs = fused_lm_head_loss(a, b, b.detach(), taught, mix, at, weights)
     (expected * 3).backward()
     close = {"rtol": 1e-5, "atol": 2e-6}
 
     x, y = normed.clone().requires_grad_(), head.clone().requires_grad_()
-    assert KernelTeacher.fits(task.mix, torch.device("cuda"))
+    assert KernelTeacher.fits(mix, torch.device("cuda"))
     assert not KernelTeacher.fits(
         LossMix({term: 1.0, "next_token": 0.1}), torch.device("cuda")
     )
-    kernel = KernelTeacher(hidden, target, rows[target_ids])
-    total, values = fused_lm_head_loss(x, y, y.detach(), kernel, task)
+    kernel = KernelTeacher(hidden, target, rows[target_ids], reverse)
+    total, values = fused_lm_head_loss(x, y, y.detach(), kernel, mix, at, weights)
     (total * 3).backward()
     for ours, its in ((values, theirs), (x.grad, a.grad), (y.grad, b.grad)):
         torch.testing.assert_close(ours, its, **close)

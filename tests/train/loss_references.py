@@ -23,11 +23,11 @@ from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
-    LossTask,
     Teacher,
     TopKTeacher,
     fused_lm_head_loss,
 )
+from vllm_tide.train.packing import LossRows
 from vllm_tide.train.sample import TopK
 
 ETA, DISCARD_TOPK = 3.0, 4
@@ -176,21 +176,26 @@ def make_problem(
     return problem
 
 
+def loss_rows(teacher: Tensor, label: Tensor, num_committed: int) -> LossRows:
+    """Return loss rows of one document and step."""
+    zeros = torch.zeros_like(teacher)
+    return LossRows(zeros, teacher, zeros, zeros, label, num_committed)
+
+
 def differences(problem: Problem, term: str) -> dict[str, float]:
     """Return the largest absolute difference of values and gradients of one term."""
     wide = torch.promote_types(problem.normed.dtype, torch.float32)
     count = problem.normed.shape[0]
     normed = problem.normed.clone().requires_grad_()
     master = problem.head.to(wide).requires_grad_()
-    task = LossTask(
-        LossMix({term: 1.0}, ETA, DISCARD_TOPK),
-        torch.arange(count),
-        problem.weights.to(wide)[None],
-        problem.labels,
-        0 if term == "discard" else count,
-    )
     total, values = fused_lm_head_loss(
-        normed, master, problem.head, problem.teacher(), task
+        normed,
+        master,
+        problem.head,
+        problem.teacher(),
+        LossMix({term: 1.0}, ETA, DISCARD_TOPK),
+        loss_rows(torch.arange(count), problem.labels, count * (term != "discard")),
+        problem.weights.to(wide)[None],
     )
     ours = torch.autograd.grad(total, [normed, master])
     inputs = [

@@ -61,16 +61,7 @@ def run(
 ) -> list[Tensor]:
     """Return logits per step, trunk rows first."""
     w = draft.compute_weights(dtype)
-    outputs = draft.forward_steps(
-        batch.tokens,
-        batch.features,
-        batch.positions,
-        batch.layout,
-        plan,
-        dtype,
-        w,
-    )
-    return [draft.logits(x, w) for x in outputs]
+    return [draft.logits(x, w) for x in draft.forward_steps(batch.rows(plan), w)]
 
 
 def expected_rows(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.train.loss_references import loss_rows
 from tests.train.toys import VOCAB as TOY_VOCAB
 from tests.train.toys import ToyTarget
 from vllm_tide.config import TrainConfig
@@ -15,12 +16,14 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import loss_terms, losses
 from vllm_tide.train.loss_terms import LossMix
-from vllm_tide.train.losses import (
-    HiddenTeacher,
-    LossTask,
-    fused_lm_head_loss,
+from vllm_tide.train.losses import HiddenTeacher, fused_lm_head_loss
+from vllm_tide.train.packing import (
+    Batch,
+    PackedBatch,
+    following_tokens,
+    pack,
+    plan_rows,
 )
-from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows
 from vllm_tide.train.sample import Sample
 from vllm_tide.train.step import TrainStep
 
@@ -68,9 +71,14 @@ def test_fused_lm_head_equals_autograd(monkeypatch, chunk_bytes):
     mix = LossMix(
         {"forward_kl": 1.0, "next_token": 1.0, "discard": 1.0}, discard_topk=VOCAB
     )
-    task = LossTask(mix, index, weights, labels, 5)
     total, values = fused_lm_head_loss(
-        normed, head, head.detach(), _teacher(hidden, rows), task
+        normed,
+        head,
+        head.detach(),
+        _teacher(hidden, rows),
+        mix,
+        loss_rows(index, labels, 5),
+        weights,
     )
     torch.testing.assert_close(values, (expected * used).detach(), rtol=0, atol=1e-13)
     ours = torch.autograd.grad(total * 3, [normed, head])
@@ -92,11 +100,13 @@ def _documents() -> list[Sample]:
 
 
 def test_labels_outside_the_draft_vocabulary_are_none():
-    batch = pack(_documents()[:1])
-    rows = LossRows.from_plan(batch, plan_rows(batch, 1, branches=False))
+    packed = pack(_documents()[:1])
+    (step,) = steps = plan_rows(packed, 1, branches=False)
     vocab = VocabMap.from_target_ids(torch.arange(0, TOY_VOCAB, 2), TOY_VOCAB)
-    labels = rows.labels(vocab.draft_ids)
-    for token, label in zip(rows.token.tolist(), labels.tolist(), strict=True):
+    labels = Batch.from_plan(packed, steps, vocab.draft_ids).loss.label
+    # Row t predicts token t + 2; the last row has none.
+    tokens = following_tokens(packed)[step.active[step.loss] + 1]
+    for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
         assert label == (token // 2 if token >= 0 and token % 2 == 0 else -1)
 
 
@@ -106,13 +116,8 @@ def _reference_loss(
     """L = sum_i gamma^i sum_terms w N_i / D_i, row by row."""
     plan = plan_rows(batch, config.ttt_steps)
     starts, trunk = batch.layout.doc_starts, batch.num_tokens
-    outputs = draft.forward_steps(
-        batch.tokens,
-        batch.features,
-        batch.positions,
-        batch.layout,
-        plan,
-    )
+    weights = draft.compute_weights(torch.float32)
+    outputs = draft.forward_steps(batch.rows(plan), weights)
     kinds: dict[str, list[list[tuple[int, torch.Tensor]]]] = {}
     for i, out in enumerate(outputs):
         for r, at in enumerate(plan[i].active[plan[i].loss].tolist()):
@@ -152,15 +157,15 @@ def test_loss_of_a_batch_is_the_sum_of_per_step_means():
     made = TrainStep(draft, TOY.rows, config)
     losses = made.loss_of(batch)
     assert losses is not None
-    total, sums = losses
+    total, result = losses
     expected = _reference_loss(draft, batch, config)
     assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     ours = torch.autograd.grad(total, made.parameters)
     expected_grads = torch.autograd.grad(expected, made.parameters)
     for a, b in zip(ours, expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    assert sums.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
-    weighted = sum(x * 0.8**i for i, x in enumerate(sums.step_losses))
+    assert result.num_branch_rows == (3 + 2 + 1) + 1 + (4 + 3 + 2)
+    weighted = sum(x * 0.8**i for i, x in enumerate(result.step_losses))
     assert weighted == pytest.approx(float(expected.detach()), rel=1e-5)
 
 

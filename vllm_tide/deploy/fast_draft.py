@@ -34,9 +34,9 @@ from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.train.evaluate import FORMS
 from vllm_tide.train.gpu import MemoryBackoff, is_out_of_memory, release_cache
-from vllm_tide.train.packing import PackedBatch, pack
+from vllm_tide.train.packing import Batch, PackedBatch, pack
 from vllm_tide.train.sample import Sample
-from vllm_tide.train.step import TrainStep, Work
+from vllm_tide.train.step import TrainStep
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.feeds import EngineVersions, Feeds, NoStepLeft
 from vllm_tide.transport.shm import TransportError
@@ -105,17 +105,17 @@ class FastStep(TrainStep):
 
     drafting: int | None = None
 
-    def _plan(self, batch: PackedBatch) -> Work | None:
+    def _plan(self, packed: PackedBatch) -> Batch | None:
         if self.drafting is None:
-            return super()._plan(batch)
+            return super()._plan(packed)
         row, most = self.drafting, self.config.ttt_steps
-        taught = batch.valid[row + 1 :][:most].nonzero().flatten().tolist()
+        taught = packed.valid[row + 1 :][:most].nonzero().flatten().tolist()
         if not taught:
             return None
         at = torch.tensor([row])
         # A teacher may be missing within the chain.
         trained = [torch.arange(int(i in taught)) for i in range(taught[-1] + 1)]
-        return self._work(batch, [StepRows(at, loss) for loss in trained])
+        return self._batch(packed, [StepRows(at, loss) for loss in trained])
 
 
 class FastDraft:

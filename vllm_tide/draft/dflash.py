@@ -17,7 +17,6 @@ Shapes as in `draft.module`; L layers, n blocks of B = K + 1 slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from vllm_tide.draft.attention import Attention, attention_backend
 from vllm_tide.draft.dflash_config import MAX_BLOCKS, DFlashConfig
 from vllm_tide.draft.module import Draft, Weights, angles, rms_norm, rotate
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import RowLayout, Rows, StepRows
 
 _LONG_BLOCK = 12
 _DECAY, _LONG_DECAY = math.exp(-1 / 4), math.exp(-1 / 7)
@@ -60,37 +59,32 @@ class DFlashDraft(Draft):
 
     def forward_steps(
         self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        layout: RowLayout,
-        steps: Sequence[StepRows],
-        dtype: torch.dtype = torch.float32,
-        weights: Weights | None = None,
+        rows: Rows,
+        w: Weights,
         *,
         depth: int | None = None,
         attention: str = "auto",
     ) -> list[Tensor]:
         """See `Draft`: one pass over blocks of `depth` masked tokens."""
-        w = weights if weights is not None else self.compute_weights(dtype)
-        rows, width = steps[0].active, 1 + (depth or len(steps))
+        tokens, steps, dtype = rows.tokens, rows.steps, w["fc.weight"].dtype
+        anchors, width = steps[0].active, 1 + (depth or len(steps))
         mask = self.config.mask_token_id
-        slots = torch.full((rows.numel(), width), mask, device=tokens.device)
-        slots[:, 0] = tokens[layout.ahead(rows, 0)]
+        slots = torch.full((anchors.numel(), width), mask, device=tokens.device)
+        slots[:, 0] = tokens[rows.layout.ahead(anchors, 0)]
         out = draft_blocks(
             self.config,
             w,
-            self.combine(features.to(dtype), w),
+            self.combine(rows.features.to(dtype), w),
             self.embed[slots].to(dtype),
-            positions,
-            rows,
-            layout,
+            rows.positions,
+            anchors,
+            rows.layout,
             self._inv_freq,
-            attention_backend(attention, features.device.type),
+            attention_backend(attention, tokens.device.type),
         )
         outputs = []
         for i, step in enumerate(steps):
-            at = torch.searchsorted(rows, step.active[step.loss])
+            at = torch.searchsorted(anchors, step.active[step.loss])
             outputs.append(out[at, i])
         return outputs
 

@@ -6,8 +6,6 @@ documents, training-time test. Shapes as in `draft.module`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from vllm_tide.draft.attention import attention_backend
 from vllm_tide.draft.eagle3_config import LAYER, Eagle3Config
 from vllm_tide.draft.module import Draft, Weights, angles, rms_norm, rotate
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import Rows
 
 STEP_DECAY = 0.8  # weight of each further training-time-test step (EAGLE-3)
 
@@ -39,13 +37,8 @@ class Eagle3Draft(Draft):
 
     def forward_steps(
         self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        layout: RowLayout,
-        steps: Sequence[StepRows],
-        dtype: torch.dtype = torch.float32,
-        weights: Weights | None = None,
+        rows: Rows,
+        w: Weights,
         *,
         depth: int | None = None,
         attention: str = "auto",
@@ -55,11 +48,12 @@ class Eagle3Draft(Draft):
         Branch rows are computed in the same pass and do not change trunk rows
         (eagle3-training.md c.8).
         """
-        w = weights if weights is not None else self.compute_weights(dtype)
-        attend = attention_backend(attention, features.device.type)
+        tokens, layout, steps = rows.tokens, rows.layout, rows.steps
+        dtype = w["fc.weight"].dtype
+        attend = attention_backend(attention, tokens.device.type)
         last = tokens.numel() - 1
         every = torch.arange(layout.num_rows, device=tokens.device)
-        hidden = self.combine(features.to(dtype), w)  # [R,H]
+        hidden = self.combine(rows.features.to(dtype), w)  # [R,H]
         active = steps[0].active
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -72,10 +66,10 @@ class Eagle3Draft(Draft):
                 keys = [k[keep] for k in keys]
                 values = [v[keep] for v in values]
             active = step.active
-            rows = every if i == 0 else active
-            following = tokens[layout.ahead(rows, i).clamp_(max=last)]
+            computed = every if i == 0 else active
+            following = tokens[layout.ahead(computed, i).clamp_(max=last)]
             z, residual = self._layer_input(following, hidden, w, dtype)
-            cos, sin = angles(positions[rows] + i, self._inv_freq)
+            cos, sin = angles(rows.positions[computed] + i, self._inv_freq)
             k, v = self._keys_values(z, cos, sin, w)
             if i == 0:
                 k0, v0 = k, v

@@ -6,7 +6,7 @@ draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vllm_tide.draft.config import DraftConfig
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import Rows, StepRows
 from vllm_tide.draft.vocab import VocabMap
 
 Weights = dict[str, Tensor]
@@ -159,32 +159,21 @@ class Draft(nn.Module):
 
     def forward_steps(
         self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        layout: RowLayout,
-        steps: Sequence[StepRows],
-        dtype: torch.dtype = torch.float32,
-        weights: Weights | None = None,
+        rows: Rows,
+        w: Weights,
         *,
         depth: int | None = None,
         attention: str = "auto",
     ) -> list[Tensor]:
         """Return the output rows of every drafted token over packed documents.
 
-        Row t pairs feature t with token t + 1 of the same document. Step i is drafted
-        token i + 1: it predicts x_{t+2+i}, whatever the kind.
-
         Args:
-            tokens: int64 [R] target ids x_t, and b_1..b_m of each branch.
-            features: [R, A*H] captured features g_t.
-            positions: int64 [R] true positions.
-            steps: From `train.packing.plan_rows`.
-            depth: Drafted tokens of a draft as served; None: `len(steps)`.
+            w: From `compute_weights`; their dtype is computed in.
+            depth: Drafted tokens of a draft as served; None: `len(rows.steps)`.
 
         Returns:
-            Per step, the normed output rows [L_i, H] of `steps[i].loss`; multiply by
-            `lm_head.weight` for logits.
+            Per step, the normed output rows [L_i, H] of `rows.steps[i].loss`; multiply
+            by `lm_head.weight` for logits.
 
         Raises:
             DraftError: The attention backend does not support this device.

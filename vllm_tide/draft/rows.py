@@ -9,6 +9,7 @@ instead of the committed x_{a+1} and attends to the trunk rows before a only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,3 +87,24 @@ class RowLayout:
             torch.tensor(low, device=device)[segment],
             torch.tensor(high, device=device)[segment],
         )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R packed rows, and the rows of each step.
+
+    Row t pairs feature t with token t + 1 of the same document. Step i is drafted token
+    i + 1: it predicts x_{t+2+i}, whatever the kind of draft.
+
+    Attributes:
+        tokens: int64 [R] target ids x_t, and b_1..b_m of each branch.
+        positions: int64 [R] true positions, a + j for row j of a branch.
+        features: [R, A*H] captured features g_t; row 0 of a branch repeats g_a.
+        steps: Not empty when a draft computes them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    features: Tensor
+    layout: RowLayout
+    steps: Sequence[StepRows]

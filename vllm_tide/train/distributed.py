@@ -26,7 +26,7 @@ from vllm_tide.draft.target import TargetRows
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
-from vllm_tide.train.losses import LossSums
+from vllm_tide.train.losses import StepResult
 from vllm_tide.train.packing import PackedBatch, num_branch_rows, pack
 from vllm_tide.train.ranks import (
     LEADER,
@@ -38,7 +38,7 @@ from vllm_tide.train.ranks import (
     send,
 )
 from vllm_tide.train.sample import Sample, by_request
-from vllm_tide.train.step import GRAD_CLIP, StepResult, TrainStep
+from vllm_tide.train.step import GRAD_CLIP, TrainStep
 from vllm_tide.transport.shm import TransportError
 
 
@@ -74,10 +74,10 @@ class ShardedStep(TrainStep):
             self._module.set_force_sum_reduction_for_comms(True)
         super().__init__(draft, target, config, reduce=_sum_over_ranks)
 
-    def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
+    def loss_of(self, packed: PackedBatch | None) -> tuple[Tensor, StepResult] | None:
         """Compute the loss with gathered parameters, which stay so until backward."""
         compute = super().loss_of
-        result: tuple[Tensor, LossSums] | None = self._module(lambda: compute(batch))
+        result: tuple[Tensor, StepResult] | None = self._module(lambda: compute(packed))
         if result is None:  # no backward pass follows
             self._module.reshard()
         return result

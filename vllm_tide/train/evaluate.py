@@ -25,7 +25,7 @@ from torch import Tensor
 from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
-from vllm_tide.train.packing import LossRows, PackedBatch, pack, plan_rows, take_batch
+from vllm_tide.train.packing import Batch, PackedBatch, pack, plan_rows, take_batch
 from vllm_tide.train.sample import Sample, TopK, by_request
 
 FORMS = ("greedy", "mass", "argmax_mass", "served")
@@ -181,26 +181,21 @@ def evaluate(
 
 
 def _target_probs(
-    batch: PackedBatch,
-    used: Tensor,
-    draft: Draft,
-    target: TargetRows,
-    rows: Tensor,
+    teacher: Tensor | TopK, draft: Draft, target: TargetRows, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the true mass p^D fp32 [M, V_d] and argmax draft id [M] (-1: not in D)."""
     vocab, device = on_device(draft.vocab, rows.device), rows.device
-    size = used.numel(), vocab.target_ids.numel()
-    if isinstance(batch.teacher, TopK):
-        topk = on_device(batch.teacher[used], device)
-        ids = vocab.draft_ids[topk.ids.long()]
-        mass = topk.logprobs.float().exp().masked_fill(ids < 0, 0.0)
-        probs = torch.zeros(size, device=device)
+    size = vocab.target_ids.numel()
+    if isinstance(teacher, TopK):
+        ids = vocab.draft_ids[teacher.ids.long()]
+        mass = teacher.logprobs.float().exp().masked_fill(ids < 0, 0.0)
+        probs = torch.zeros(len(ids), size, device=device)
         return probs.scatter_add_(1, ids.clamp(min=0), mass), ids[:, 0]
-    probs = torch.empty(size, device=device)
-    best = torch.empty(used.numel(), dtype=torch.int64, device=device)
-    for lo in range(0, used.numel(), _ROWS):
-        hidden = on_device(batch.teacher[used[lo : lo + _ROWS]], device)
-        z = target.logits(hidden.to(rows.dtype), rows).float()
+    probs = torch.empty(len(teacher), size, device=device)
+    best = torch.empty(len(teacher), dtype=torch.int64, device=device)
+    for lo in range(0, len(teacher), _ROWS):
+        hidden = teacher[lo : lo + _ROWS].to(rows.dtype)
+        z = target.logits(hidden, rows).float()
         best[lo : lo + _ROWS] = vocab.draft_ids[z.argmax(-1)]
         full = torch.softmax(z, dim=-1)
         full = full if vocab.is_identity else full[:, vocab.target_ids]
@@ -213,34 +208,23 @@ def _add_batch(
     draft: Draft,
     target: TargetRows,
     rows: Tensor,
-    batch: PackedBatch,
+    packed: PackedBatch,
     weights: dict[str, Tensor],
     attention: str,
     served: list[str],
 ) -> None:
-    steps = plan_rows(batch, result.num_steps, complete=True)
+    steps = plan_rows(packed, result.num_steps, complete=True)
     if not steps:
         return
-    plan = LossRows.from_plan(batch, steps)
-    device = rows.device
-    inputs = batch.tokens, batch.features, batch.positions
-    tokens, features, positions = on_device(inputs, device)
-    outputs = draft.forward_steps(
-        tokens,
-        features,
-        positions,
-        batch.layout,
-        on_device(steps, device),
-        weights["fc.weight"].dtype,
-        weights,
-        depth=result.num_steps,
-        attention=attention,
-    )
-    used, index = torch.unique(plan.teacher, return_inverse=True)
-    index = on_device(index, device)
-    probs, best = _target_probs(batch, used, draft, target, rows)
+    batch, device = Batch.from_plan(packed, steps, draft.vocab.draft_ids), rows.device
     count = steps[0].loss.numel()
-    docs = plan.doc[:count]
+    docs = batch.loss.doc[:count]
+    batch = on_device(batch, device)
+    outputs = draft.forward_steps(
+        batch.rows, weights, depth=result.num_steps, attention=attention
+    )
+    index = batch.loss.teacher
+    probs, best = _target_probs(batch.teacher, draft, target, rows)
     greedy = torch.tensor([form == "greedy" for form in served])[docs].to(device)
     other = next((form for form in served if form != "greedy"), "greedy")
     product = {form: torch.ones(count, device=device) for form in FORMS}
@@ -253,7 +237,7 @@ def _add_batch(
             total[form] += product[form]
             result.reached[form][i] += float(product[form].sum())
     total = {form: sums.cpu() for form, sums in total.items()}
-    for doc, key in enumerate(batch.keys):
+    for doc, key in enumerate(packed.keys):
         mine = docs == doc
         entry = result.requests.setdefault(key, [0.0] * (1 + len(FORMS)))
         entry[0] += float(mine.sum())

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,15 +125,11 @@ class BucketedOutcomes(Outcomes):
         listed = (z.gather(1, at) - self.lse[:, None]).masked_fill_(~inside, 0.0)
         q = torch.cat([listed.exp().masked_fill_(~inside, 0.0), log_tail.exp()], -1)
         self._outcome_q = q
-        self._log_q = torch.cat([listed, log_tail.masked_fill_(none_left, 0.0)], -1)
+        self.log_q = torch.cat([listed, log_tail.masked_fill_(none_left, 0.0)], -1)
 
     @property
     def outcome_q(self) -> Tensor:
         return self._outcome_q
-
-    @cached_property
-    def log_q(self) -> Tensor:
-        return self._log_q
 
     @property
     def listed_p(self) -> Tensor:  # [n, k]
@@ -140,7 +137,7 @@ class BucketedOutcomes(Outcomes):
 
     def cross_entropy(self) -> Tensor:
         """Return [n], -sum p log q over the k + 1 outcomes."""
-        return -torch.linalg.vecdot(self.p, self._log_q)
+        return -torch.linalg.vecdot(self.p, self.log_q)
 
     def spread(self, target: Tensor) -> Tensor:
         """Distribute the tail's target over its tokens in proportion to q."""
@@ -148,15 +145,8 @@ class BucketedOutcomes(Outcomes):
         return dense.scatter_add_(1, self._at, target[:, :-1])
 
 
-@dataclass(frozen=True)
-class TermResult:
-    """Values and pseudo targets of a term for n rows.
-
-    Attributes:
-        value: [n], nats.
-        target: [n, B] pseudo target t.
-        total: [n] sum of t; None means one.
-    """
+class TermResult(NamedTuple):
+    """Value [n] (nats), pseudo target [n, B], and its sum [n] (None: one) of a term."""
 
     value: Tensor
     target: Tensor
@@ -215,9 +205,6 @@ class LossMix:
         return "lk_hybrid" in self.weights
 
 
-Term = Callable[[Outcomes, LossMix], TermResult]
-
-
 def forward_kl(rows: Outcomes, mix: LossMix) -> TermResult:
     return TermResult(rows.plogp + rows.cross_entropy(), rows.p)
 
@@ -254,7 +241,7 @@ def discard(rows: Outcomes, mix: LossMix) -> TermResult:
     return TermResult(value, target, f.sum(-1))
 
 
-TERMS: dict[str, Term] = {
+TERMS: dict[str, Callable[[Outcomes, LossMix], TermResult]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "lk_hybrid": lk_hybrid,
@@ -263,11 +250,7 @@ TERMS: dict[str, Term] = {
 
 
 def combine(
-    rows: Outcomes,
-    mix: LossMix,
-    names: Sequence[str],
-    weights: Tensor,
-    labels: Tensor,
+    rows: Outcomes, mix: LossMix, names: Sequence[str], weights: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return values [T, n] of T terms and the gradient [n, V] of their weighted sum.
 
@@ -294,15 +277,6 @@ def combine(
         ((result, weight),) = results
         grad = rows.q if result.total is None else rows.q.mul_(result.total[:, None])
         return values, grad.sub_(rows.spread(result.target)).mul_(weight[:, None])
-    return values, _weighted_gradient(rows, results, label_weight, at)
-
-
-def _weighted_gradient(
-    rows: Outcomes,
-    results: list[tuple[TermResult, Tensor]],
-    label_weight: Tensor | None,
-    at: Tensor,
-) -> Tensor:
     total = torch.zeros_like(rows.lse)
     target = torch.zeros_like(rows.p)
     for result, weight in results:
@@ -315,4 +289,4 @@ def _weighted_gradient(
         grad.sub_(rows.spread(target))
     if label_weight is not None:
         grad.scatter_add_(1, at, -label_weight[:, None])
-    return grad
+    return values, grad

@@ -18,6 +18,7 @@ T terms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,147 +47,129 @@ LOGIT_GRAD_BYTES = 16 << 20  # logit gradients of one GEMM for the `lm_head` gra
 # A request with fewer trained rows has less weight; else the shortest documents would
 # dominate a batch.
 MIN_ROWS_OF_FULL_WEIGHT = 64
-NUM_KINDS = 3  # committed, labelled, branch
+NUM_KINDS = 3  # of rows that a term averages over: committed, labelled, branch
 _KINDS = {NEXT_TOKEN: 1, DISCARD: 2}
 
 
-def kind_of(term: str) -> int:
-    """Return the kind of rows (below `NUM_KINDS`) that a term averages over."""
-    return _KINDS.get(term, 0)
-
-
-def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
-    """Return float64 [L]: one over the rows of the row's request, at most 1/64.
-
-    Committed and branch rows are counted separately, at step 0. Documents with equal
-    keys are one request.
-    """
-    numbers: dict[int, int] = {}
-    owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
-    place = owner[rows.doc] + len(numbers) * rows.branch
-    counts = torch.zeros(2 * len(numbers), dtype=torch.float64)
-    counts.index_add_(0, place, (rows.step == 0).to(torch.float64))
-    return (1.0 / counts.clamp(min=MIN_ROWS_OF_FULL_WEIGHT))[place]
-
-
-def kind_weights(rows: LossRows, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return float64 [NUM_KINDS, L]: weight of each row, zero outside the kind."""
-    committed = weights.masked_fill(rows.branch, 0.0)
-    return torch.stack([committed, committed * (labels >= 0), weights * rows.branch])
-
-
-def sum_by_step(values: Tensor, step: Tensor, num_steps: int) -> Tensor:
-    """Sum `values` [G, L] over the rows of each step; float64 [G, num_steps]."""
-    out = torch.zeros(values.shape[0], num_steps, dtype=torch.float64)
-    return out.index_add_(1, step, values.to(torch.float64))
-
-
-# Sums a float64 vector over all ranks.
 Reduce = Callable[[Tensor], Tensor]
+"""Sums a float64 vector over all ranks."""
 
 
 @dataclass(frozen=True)
-class LossSums:
-    """Sums over all ranks for T terms and K steps.
+class StepResult:
+    """Results of one step, over all ranks.
 
     Attributes:
-        numerators: float64 [T, K], weighted values.
-        denominators: float64 [T, K], weights; zero for a term without rows.
+        loss: Weighted sum over steps (gamma^i) and terms.
+        step_losses: Weighted sum of the terms' means per training-time-test step.
+        terms: Mean of each term at each step (nats).
     """
 
-    mix: LossMix
-    numerators: Tensor
-    denominators: Tensor
+    loss: float
+    step_losses: list[float]
+    terms: dict[str, list[float]]
     num_tokens: int
     num_loss_rows: int
     num_branch_rows: int
-
-    @property
-    def means(self) -> Tensor:
-        """float64 [T, K'], K' up to the last step with a row."""
-        some = self.denominators > 0
-        used = int(some.any(0).nonzero().max()) + 1
-        mean = self.numerators / self.denominators.masked_fill(~some, 1.0)
-        return mean[:, :used]
-
-    @property
-    def step_losses(self) -> list[float]:
-        """Per step, the weighted sum of the terms' means."""
-        means = self.means
-        weights = torch.tensor(list(self.mix.weights.values()), dtype=means.dtype)
-        return (weights @ means).tolist()
-
-    @property
-    def terms(self) -> dict[str, list[float]]:
-        return dict(zip(self.mix.names, self.means.tolist(), strict=True))
+    grad_norm: float = math.nan
 
 
-class LossSummer:
-    """Weights and sums of one batch; one object per step.
+def request_weights(rows: LossRows, keys: Sequence[int]) -> Tensor:
+    """Return float64 [NUM_KINDS, L]: weight of each row, zero outside the kind.
+
+    The weight is one over the rows of the row's request, at most 1/64. Committed and
+    branch rows are counted separately, at step 0. Documents with equal keys are one
+    request.
+    """
+    numbers: dict[int, int] = {}
+    owner = torch.tensor([numbers.setdefault(k, len(numbers)) for k in keys])
+    branch = torch.arange(rows.step.numel()) >= rows.num_committed
+    place = owner[rows.doc] + len(numbers) * branch
+    counts = torch.zeros(2 * len(numbers), dtype=torch.float64)
+    counts.index_add_(0, place, (rows.step == 0).to(torch.float64))
+    weights = (1.0 / counts.clamp(min=MIN_ROWS_OF_FULL_WEIGHT))[place]
+    committed = weights.masked_fill(branch, 0.0)
+    return torch.stack([committed, committed * (rows.label >= 0), weights * branch])
+
+
+class LossSums:
+    """Weights of the loss rows of one batch, and sums over T terms, K steps, all ranks.
 
     Runs on the host, where the rows are planned. One vector is reduced over the ranks
     before the logits (denominators, which the gradient needs) and one after them
     (numerators, for reports). Every rank reduces both, with or without rows.
+
+    Args:
+        rows: None: this rank has no rows.
+        keys: Request of each document.
+        num_tokens: Rows of the batch.
     """
 
     def __init__(
-        self, mix: LossMix, num_steps: int, decay: float, reduce: Reduce | None = None
-    ) -> None:
-        self.mix, self.num_steps, self.decay = mix, num_steps, decay
-        self.num_ranks = 1
-        self._reduce = reduce
-        self._kinds = [kind_of(name) for name in mix.names]
-        self._step: Tensor | None = None
-        self._by_term = torch.zeros(len(self._kinds), 0)
-        self._denominators = torch.zeros(NUM_KINDS, num_steps)
-        self._counts = [0, 0, 0]
-
-    def weigh(
         self,
+        mix: LossMix,
+        num_steps: int,
+        decay: float,
+        reduce: Reduce | None,
         rows: LossRows | None,
-        labels: Tensor | None,
         keys: Sequence[int],
         num_tokens: int,
-    ) -> Tensor | None:
-        """Return the weight of each term at each row of this rank, float64 [T, L].
-
-        None if no rank has a row that a term applies to.
-        """
-        sums = torch.zeros(NUM_KINDS, self.num_steps, dtype=torch.float64)
+    ) -> None:
+        self._mix, self._num_steps, self._decay = mix, num_steps, decay
+        self._reduce = reduce
+        kinds = [_KINDS.get(name, 0) for name in mix.names]
+        self._step = torch.zeros(0, dtype=torch.int64)
+        by_kind = torch.zeros(NUM_KINDS, 0, dtype=torch.float64)
         counts = [1, num_tokens, 0, 0]
-        if rows is not None and labels is not None:
-            by_kind = kind_weights(rows, labels, request_weights(rows, keys))
-            sums = sum_by_step(by_kind, rows.step, self.num_steps)
-            self._by_term, self._step = by_kind[self._kinds], rows.step
-            counts[2:] = rows.branch.numel(), rows.branch.numel() - rows.num_committed
-        counted = torch.tensor(counts, dtype=torch.float64)
-        vector = self._sum(torch.cat([sums.flatten(), counted]))
-        self._denominators = vector[:-4].view_as(sums)[self._kinds]
-        self.num_ranks, *self._counts = (int(c) for c in vector[-4:].tolist())
-        if not bool((self._denominators > 0).any()):
-            return None
-        if self._step is None:
-            return self._by_term.to(torch.float64)
-        return self._by_term * self._scale()[:, self._step]
+        if rows is not None:
+            by_kind, self._step = request_weights(rows, keys), rows.step
+            counts[2:] = rows.step.numel(), rows.step.numel() - rows.num_committed
+        self._by_term = by_kind[kinds]
+        sums = torch.cat([self._by_step(by_kind).flatten(), torch.tensor(counts)])
+        sums = self._over_ranks(sums)
+        self._denominators = sums[:-4].view(NUM_KINDS, num_steps)[kinds]
+        self.num_ranks, *self._counts = map(int, sums[-4:].tolist())
 
-    def close(self, values: Tensor | None) -> LossSums:
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has a row that a term applies to."""
+        return not bool((self._denominators > 0).any())
+
+    @property
+    def weights(self) -> Tensor:
+        """float64 [T, L]: w_term gamma^i m_r / denominator."""
+        share = self._denominators
+        decay = self._decay ** torch.arange(self._num_steps, dtype=torch.float64)
+        inverse = torch.where(share > 0, 1.0 / share, 0.0)
+        scale = self._term_weights[:, None] * decay * inverse
+        return self._by_term * scale[:, self._step]
+
+    def result(self, values: Tensor | None) -> StepResult:
         """Sum the values [T, L] over all ranks; None: this rank has no rows."""
         sums = torch.zeros_like(self._denominators)
-        if values is not None and self._step is not None:
-            weighed = values.cpu() * self._by_term
-            sums = sum_by_step(weighed, self._step, self.num_steps)
-        sums = self._sum(sums.flatten()).view_as(sums)
-        return LossSums(self.mix, sums, self._denominators, *self._counts)
+        if values is not None:
+            sums = self._by_step(values.cpu() * self._by_term)
+        sums = self._over_ranks(sums.flatten()).view_as(sums)
+        some = self._denominators > 0
+        used = int(some.any(0).nonzero().max()) + 1  # up to the last step with a row
+        means = (sums / self._denominators.masked_fill(~some, 1.0))[:, :used]
+        losses = (self._term_weights @ means).tolist()
+        return StepResult(
+            sum(x * self._decay**i for i, x in enumerate(losses)),
+            losses,
+            dict(zip(self._mix.names, means.tolist(), strict=True)),
+            *self._counts,
+        )
 
-    def _scale(self) -> Tensor:
-        """Return float64 [T, K]: w_term gamma^i / denominator; zero without a row."""
-        share = self._denominators
-        weights = torch.tensor(list(self.mix.weights.values()), dtype=torch.float64)
-        decay = self.decay ** torch.arange(self.num_steps, dtype=torch.float64)
-        inverse = torch.where(share > 0, 1.0 / share, 0.0)
-        return weights[:, None] * decay * inverse
+    @property
+    def _term_weights(self) -> Tensor:
+        return torch.tensor(list(self._mix.weights.values()), dtype=torch.float64)
 
-    def _sum(self, vector: Tensor) -> Tensor:
+    def _by_step(self, values: Tensor) -> Tensor:
+        out = torch.zeros(values.shape[0], self._num_steps, dtype=torch.float64)
+        return out.index_add_(1, self._step, values.to(torch.float64))
+
+    def _over_ranks(self, vector: Tensor) -> Tensor:
         return vector if self._reduce is None else self._reduce(vector)
 
 
@@ -305,11 +288,13 @@ class KernelTeacher:
         hidden: [M, H] after the final norm, dtype of `rows`.
         target: Has scale and soft cap of the logits.
         rows: [V_d, H] output rows of the draft vocabulary.
+        reverse: Compute reverse KL.
     """
 
     hidden: Tensor
     target: TargetRows
     rows: Tensor
+    reverse: bool
 
     @staticmethod
     def fits(mix: LossMix, device: torch.device) -> bool:
@@ -320,43 +305,17 @@ class KernelTeacher:
 
         return HAVE_TRITON
 
-    def compute(self, task: LossTask, part: slice, z: Tensor, out: Tensor) -> Tensor:
-        """Return values [n] of loss rows with logits z; write the gradient to `out`."""
+    def compute(self, index: Tensor, z: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Return values [n] of teacher rows `index`; write the gradient to `out`."""
         from vllm_tide.kernels.kl_loss import kl_rows
 
         return kl_rows(
             z,
-            self.target.logits(self.hidden[task.index[part]], self.rows),
-            task.weights[0, part],
-            reverse=task.mix.names == ("reverse_kl",),
+            self.target.logits(self.hidden[index], self.rows),
+            weights,
+            reverse=self.reverse,
             grad_out=out,
         )
-
-
-@dataclass(frozen=True)
-class LossTask:
-    """Inputs and options of each of L loss rows.
-
-    Attributes:
-        index: int64 [L], row of the teacher.
-        weights: [T, L], weight of each term at each row, at least fp32.
-        labels: int64 [L], draft id of the following token, -1 none.
-        num_committed: Number of leading rows with the committed terms of the mix; the
-            other rows have its branch terms.
-    """
-
-    mix: LossMix
-    index: Tensor
-    weights: Tensor
-    labels: Tensor
-    num_committed: int
-
-    def segments(self) -> list[tuple[int, int, int, int]]:
-        """Return runs of rows with their terms: first row, end, first term, end."""
-        first, terms = len(self.mix.committed), len(self.mix.names)
-        rows, split = self.index.numel(), self.num_committed
-        runs = [(0, split, 0, first), (split, rows, first, terms)]
-        return [run for run in runs if run[0] < run[1] and run[2] < run[3]]
 
 
 def _chunk_bytes(device: torch.device) -> int:
@@ -376,33 +335,37 @@ class _FusedLmHeadLoss(torch.autograd.Function):
         master: Tensor,
         lm_head: Tensor,
         teacher: Teacher | KernelTeacher,
-        task: LossTask,
+        mix: LossMix,
+        rows: LossRows,
+        weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         count, size = normed.shape[0], lm_head.shape[0]
         wide = torch.promote_types(normed.dtype, torch.float32)
-        values = torch.zeros_like(task.weights)
+        values = torch.zeros_like(weights)
         grad_normed = torch.zeros_like(normed)
         grad_rows = torch.zeros_like(master) if master.requires_grad else None
         chunk = max(1, min(count, _chunk_bytes(normed.device) // (4 * size)))
         per_block = max(1, LOGIT_GRAD_BYTES // (normed.element_size() * size * chunk))
         block = max(1, min(count, per_block * chunk))
         grads = torch.empty(block, size, dtype=normed.dtype, device=normed.device)
-        names = task.mix.names
-        for first, end, low, high in task.segments():
-            terms = slice(low, high)
+        split, names = rows.num_committed, mix.names
+        committed = slice(0, len(mix.committed))
+        branch = slice(len(mix.committed), len(names))
+        for first, end, terms in ((0, split, committed), (split, count, branch)):
+            if not names[terms]:
+                continue
             for start, stop in _blocks(first, end, block):
                 for lo, hi in _blocks(start, stop, chunk):
                     z = torch.mm(normed[lo:hi], lm_head.t())
                     g = grads[lo - start : hi - start]
+                    index, weight = rows.teacher[lo:hi], weights[terms, lo:hi]
                     if isinstance(teacher, KernelTeacher):
-                        values[0, lo:hi] = teacher.compute(task, slice(lo, hi), z, g)
+                        values[0, lo:hi] = teacher.compute(index, z, weight[0], g)
                     else:
+                        outcomes = teacher.outcomes(index, z.to(wide))
+                        label = rows.label[lo:hi]
                         values[terms, lo:hi], grad = combine(
-                            teacher.outcomes(task.index[lo:hi], z.to(wide)),
-                            task.mix,
-                            names[terms],
-                            task.weights[terms, lo:hi],
-                            task.labels[lo:hi],
+                            outcomes, mix, names[terms], weight, label
                         )
                         g.copy_(grad)
                     torch.mm(g, lm_head, out=grad_normed[lo:hi])
@@ -410,7 +373,7 @@ class _FusedLmHeadLoss(torch.autograd.Function):
                     grad_rows += torch.mm(grads[: stop - start].t(), normed[start:stop])
         ctx.save_for_backward(grad_normed, grad_rows)
         ctx.mark_non_differentiable(values)
-        return (values * task.weights).sum(), values
+        return (values * weights).sum(), values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -418,7 +381,8 @@ class _FusedLmHeadLoss(torch.autograd.Function):
         scale = grads[0]
         if grad_rows is not None:
             grad_rows = grad_rows * scale
-        return (grad_normed * scale).to(grad_normed.dtype), grad_rows, None, None, None
+        none = (None,) * 5
+        return (grad_normed * scale).to(grad_normed.dtype), grad_rows, *none
 
 
 def fused_lm_head_loss(
@@ -426,7 +390,9 @@ def fused_lm_head_loss(
     master: Tensor,
     lm_head: Tensor,
     teacher: Teacher | KernelTeacher,
-    task: LossTask,
+    mix: LossMix,
+    rows: LossRows,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of all terms over all rows, and the terms' values.
 
@@ -434,10 +400,13 @@ def fused_lm_head_loss(
         normed: [L, H] output rows of the draft, compute dtype.
         master: [V_d, H] fp32 parameter that receives the gradient.
         lm_head: [V_d, H] the same in the compute dtype, detached.
+        weights: [T, L], at least fp32.
 
     Returns:
         Scalar loss; unweighted values [T, L] (detached), zero for terms that do not
         apply.
     """
-    total, values = _FusedLmHeadLoss.apply(normed, master, lm_head, teacher, task)
+    total, values = _FusedLmHeadLoss.apply(
+        normed, master, lm_head, teacher, mix, rows, weights
+    )
     return total, values

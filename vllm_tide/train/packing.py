@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from vllm_tide.draft.rows import RowLayout, StepRows
+from vllm_tide.draft.rows import RowLayout, Rows, StepRows
 from vllm_tide.train.sample import Branch, Sample, TopK
 
 _MAX_SKIPPED = 16  # documents that do not fit before a batch is closed
@@ -37,9 +37,7 @@ class PackedBatch:
     `RowLayout.ahead`.
 
     Attributes:
-        tokens: int64 [R].
-        positions: int64 [R], a + j for row j of a branch.
-        features: [R, A*H], capture dtype; row 0 of a branch repeats the trunk's g_a.
+        tokens: int64 [R]; `positions` and `features` as in `draft.rows.Rows`.
         valid: bool [R], the entry is a usable teacher.
         segments: int64 [R], document of each row; D + b for branch b.
         teacher: [R, H] after the final norm, or top-k lists.
@@ -61,6 +59,71 @@ class PackedBatch:
     @property
     def num_rows(self) -> int:
         return self.layout.num_rows
+
+    def rows(self, steps: Sequence[StepRows]) -> Rows:
+        return Rows(self.tokens, self.positions, self.features, self.layout, steps)
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """L loss rows: committed rows of every step, then branch rows of every step.
+
+    Attributes:
+        order: int64 [L], index into the concatenated outputs of `forward_steps`.
+        teacher: int64 [L], row of `Batch.teacher`.
+        step: int64 [L], training-time-test step.
+        doc: int64 [L], document of the batch.
+        label: int64 [L], draft id of the following committed token; -1 none, or
+            outside of the draft vocabulary.
+    """
+
+    order: Tensor
+    teacher: Tensor
+    step: Tensor
+    doc: Tensor
+    label: Tensor
+    num_committed: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed batch with the rows to train, planned on the host.
+
+    Attributes:
+        teacher: M rows, those that `loss` needs.
+    """
+
+    rows: Rows
+    loss: LossRows
+    teacher: Tensor | TopK
+
+    @classmethod
+    def from_plan(
+        cls, packed: PackedBatch, steps: Sequence[StepRows], draft_ids: Tensor
+    ) -> Batch:
+        """Plan the loss rows of `steps` (at least one).
+
+        Args:
+            draft_ids: See `VocabMap`.
+        """
+        row = torch.cat([step.active[step.loss] for step in steps])
+        sizes = torch.tensor([step.loss.numel() for step in steps])
+        step = torch.repeat_interleave(torch.arange(len(steps)), sizes)
+        order = (row >= packed.num_tokens).int().argsort(stable=True)
+        row, step = row[order], step[order]
+        ahead, branch = packed.layout.ahead(row, step), row >= packed.num_tokens
+        token = following_tokens(packed)[ahead].masked_fill(branch, -1)
+        doc_of = torch.tensor([*range(len(packed.keys)), *packed.layout.docs])
+        used, teacher = torch.unique(ahead, return_inverse=True)
+        loss = LossRows(
+            order=order,
+            teacher=teacher,
+            step=step,
+            doc=doc_of[packed.segments[row]],
+            label=draft_ids[token.clamp(min=0)].masked_fill(token < 0, -1),
+            num_committed=int((~branch).sum()),
+        )
+        return cls(packed.rows(steps), loss, packed.teacher[used])
 
 
 def pack(samples: Sequence[Sample], *, branches: bool = True) -> PackedBatch:
@@ -193,54 +256,6 @@ def plan_rows(
             active = needed.nonzero().flatten()
             steps.append(StepRows(active, mask[active].nonzero().flatten()))
     return steps[::-1]
-
-
-@dataclass(frozen=True)
-class LossRows:
-    """L loss rows: committed rows of every step, then branch rows of every step.
-
-    Attributes:
-        order: int64 [L], index into the concatenated outputs of `forward_steps`.
-        teacher: int64 [L], row of the batch's teacher.
-        step: int64 [L], training-time-test step.
-        doc: int64 [L], document of the batch.
-        token: int64 [L], target id of the following committed token, -1 none.
-        branch: bool [L], rejected branch row, which has no following token.
-    """
-
-    order: Tensor
-    teacher: Tensor
-    step: Tensor
-    doc: Tensor
-    token: Tensor
-    branch: Tensor
-
-    @property
-    def num_committed(self) -> int:
-        return self.branch.numel() - int(self.branch.sum())
-
-    @classmethod
-    def from_plan(cls, batch: PackedBatch, steps: Sequence[StepRows]) -> LossRows:
-        """Return the rows that `steps` (at least one) train."""
-        row = torch.cat([step.active[step.loss] for step in steps])
-        sizes = torch.tensor([step.loss.numel() for step in steps])
-        step = torch.repeat_interleave(torch.arange(len(steps)), sizes)
-        order = (row >= batch.num_tokens).int().argsort(stable=True)
-        row, step = row[order], step[order]
-        teacher, branch = batch.layout.ahead(row, step), row >= batch.num_tokens
-        doc_of = torch.tensor([*range(len(batch.keys)), *batch.layout.docs])
-        return cls(
-            order=order,
-            teacher=teacher,
-            step=step,
-            doc=doc_of[batch.segments[row]],
-            token=following_tokens(batch)[teacher].masked_fill(branch, -1),
-            branch=branch,
-        )
-
-    def labels(self, draft_ids: Tensor) -> Tensor:
-        """Return int64 [L], draft id of the following token; -1 none, or outside D."""
-        return draft_ids[self.token.clamp(min=0)].masked_fill(self.token < 0, -1)
 
 
 def following_tokens(batch: PackedBatch) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,15 +20,14 @@ from vllm_tide.train.loss_terms import LossMix
 from vllm_tide.train.losses import (
     HiddenTeacher,
     KernelTeacher,
-    LossSummer,
     LossSums,
-    LossTask,
     Reduce,
+    StepResult,
     Teacher,
     TopKTeacher,
     fused_lm_head_loss,
 )
-from vllm_tide.train.packing import LossRows, PackedBatch, plan_rows
+from vllm_tide.train.packing import Batch, PackedBatch, plan_rows
 from vllm_tide.train.sample import TopK
 
 logger = logging.getLogger(__name__)
@@ -38,35 +37,6 @@ COMPUTE_DTYPE = torch.bfloat16  # of the forward pass; master weights are fp32
 GRAD_CLIP = 1.0  # largest global gradient norm, as in EAGLE-3's trainers
 _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # CPU flags; bf16 on aarch64
 _BFLOAT16_ISAS = ("BF16", "FP16", "AMX", "AVX10", "DEFAULT", "ALL")  # of oneDNN
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Results of one step, over all ranks.
-
-    Attributes:
-        loss: Weighted sum over steps (gamma^i) and terms.
-        step_losses: Weighted sum of the terms' means per training-time-test step.
-        terms: Mean of each term at each step (nats).
-    """
-
-    loss: float
-    step_losses: list[float]
-    grad_norm: float
-    num_tokens: int
-    num_loss_rows: int
-    num_branch_rows: int = 0
-    terms: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A batch of this rank with the rows to train."""
-
-    batch: PackedBatch
-    steps: list[StepRows]
-    rows: LossRows
-    labels: Tensor
 
 
 def has_fast_bfloat16(device: str = "cpu") -> bool:
@@ -168,17 +138,17 @@ class TrainStep:
         self.optimizer.state.clear()
 
     def run(
-        self, batch: PackedBatch | None, lr_scale: float = 1.0
+        self, packed: PackedBatch | None, lr_scale: float = 1.0
     ) -> StepResult | None:
         """Train on this rank's batch; None: take part without a batch.
 
         Returns:
             None if no rank has a row to train, or the gradient is not finite.
         """
-        result = self.loss_of(batch)
-        if result is None:
+        loss = self.loss_of(packed)
+        if loss is None:
             return None
-        total, sums = result
+        total, result = loss
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
         norm = self.clip_gradients()
@@ -188,108 +158,75 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * lr_scale
         self.optimizer.step()
-        losses = sums.step_losses
-        return StepResult(
-            loss=sum(x * self.draft.step_decay**i for i, x in enumerate(losses)),
-            step_losses=losses,
-            grad_norm=norm,
-            num_tokens=sums.num_tokens,
-            num_loss_rows=sums.num_loss_rows,
-            num_branch_rows=sums.num_branch_rows,
-            terms=sums.terms,
-        )
+        return replace(result, grad_norm=norm)
 
     def clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
         return float(norm)
 
-    def loss_of(self, batch: PackedBatch | None) -> tuple[Tensor, LossSums] | None:
-        """Return the loss of a batch times the number of ranks, and its sums.
+    def loss_of(self, packed: PackedBatch | None) -> tuple[Tensor, StepResult] | None:
+        """Return the loss of a batch times the number of ranks, and its figures.
 
         None if no rank has a row to train.
         """
-        work = None if batch is None else self._plan(batch)
-        if work is None and self.reduce is None:
+        batch = None if packed is None else self._plan(packed)
+        if batch is None and self.reduce is None:
             return None
-        config = self.config
-        weights = self.draft.compute_weights(self.dtype)
-        outputs = None if work is None else self._forward(work, weights)
-        summer = LossSummer(
-            self.mix, config.ttt_steps, self.draft.step_decay, self.reduce
+        draft, config = self.draft, self.config
+        sums = LossSums(
+            self.mix,
+            config.ttt_steps,
+            draft.step_decay,
+            self.reduce,
+            None if batch is None else batch.loss,
+            [] if packed is None else packed.keys,
+            0 if packed is None else packed.num_rows,
         )
-        per_row = summer.weigh(
-            None if work is None else work.rows,
-            None if work is None else work.labels,
-            [] if batch is None else batch.keys,
-            0 if batch is None else batch.num_rows,
-        )
-        if per_row is None:
+        if sums.is_empty:
             return None
-        if work is None or outputs is None:
-            return _zero(weights), summer.close(None)
-        total, values = self._lm_head_loss(work, outputs, weights, per_row)
-        return total * summer.num_ranks, summer.close(values)
+        w = draft.compute_weights(self.dtype)
+        if batch is None:
+            return _zero(w), sums.result(None)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        batch, weights = on_device((batch, sums.weights.to(wide)), self.device)
+        outputs = torch.cat(
+            draft.forward_steps(
+                batch.rows, w, depth=config.ttt_steps, attention=config.attention
+            )
+        )
+        total, values = fused_lm_head_loss(
+            outputs[batch.loss.order] if self.trains_branches else outputs,
+            draft.tensor("lm_head.weight"),
+            w["lm_head.weight"].detach(),
+            self._teacher(batch.teacher),
+            self.mix,
+            batch.loss,
+            weights,
+        )
+        return total * sums.num_ranks, sums.result(values)
 
-    def _plan(self, batch: PackedBatch) -> Work | None:
+    def _plan(self, packed: PackedBatch) -> Batch | None:
         mix, num_steps = self.mix, self.config.ttt_steps
         kinds = {"committed": bool(mix.committed), "branches": self.trains_branches}
-        steps = plan_rows(batch, num_steps, **kinds)
-        return self._work(batch, self.draft.choose_rows(steps)) if steps else None
+        steps = plan_rows(packed, num_steps, **kinds)
+        return self._batch(packed, self.draft.choose_rows(steps)) if steps else None
 
-    def _work(self, batch: PackedBatch, steps: list[StepRows]) -> Work:
-        rows = LossRows.from_plan(batch, steps)
-        return Work(batch, steps, rows, rows.labels(self.draft.vocab.draft_ids))
-
-    def _forward(self, work: Work, weights: Weights) -> Tensor:
-        """Return normed output rows [L, H] in the order of `work.rows`."""
-        batch = work.batch
-        inputs = batch.tokens, batch.features, batch.positions, work.rows.order
-        tokens, features, positions, order = on_device(inputs, self.device)
-        outputs = self.draft.forward_steps(
-            tokens,
-            features,
-            positions,
-            batch.layout,
-            on_device(work.steps, self.device),
-            self.dtype,
-            weights,
-            depth=self.config.ttt_steps,
-            attention=self.config.attention,
-        )
-        joined = torch.cat(outputs)
-        return joined[order] if self.trains_branches else joined
-
-    def _lm_head_loss(
-        self, work: Work, outputs: Tensor, weights: Weights, per_row: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        used, index = torch.unique(work.rows.teacher, return_inverse=True)
-        per_row = per_row.to(torch.promote_types(self.dtype, torch.float32))
-        rows = index, per_row, work.labels
-        index, per_row, labels = on_device(rows, self.device)
-        task = LossTask(self.mix, index, per_row, labels, work.rows.num_committed)
-        return fused_lm_head_loss(
-            outputs,
-            self.draft.tensor("lm_head.weight"),
-            weights["lm_head.weight"].detach(),
-            self._teacher(work.batch, used),
-            task,
-        )
+    def _batch(self, packed: PackedBatch, steps: list[StepRows]) -> Batch:
+        return Batch.from_plan(packed, steps, self.draft.vocab.draft_ids)
 
     @torch.no_grad()
-    def _teacher(self, batch: PackedBatch, used: Tensor) -> Teacher | KernelTeacher:
-        rows = batch.teacher[used]
+    def _teacher(self, rows: Tensor | TopK) -> Teacher | KernelTeacher:
         if isinstance(rows, TopK):
-            listed = TopKTeacher.from_topk(rows, self.draft.vocab)
-            return on_device(listed, self.device)  # type: ignore[no-any-return]
-        hidden = on_device(rows, self.device)
+            return TopKTeacher.from_topk(rows, on_device(self.draft.vocab, self.device))
         if self._by_kernel:
-            return KernelTeacher(hidden.to(self.dtype), self.target, self.target_rows)
+            return KernelTeacher(
+                rows.to(self.dtype),
+                self.target,
+                self.target_rows,
+                self.mix.names == ("reverse_kl",),
+            )
         return HiddenTeacher.from_hidden(
-            hidden,
-            self.target,
-            self.target_rows,
-            self.dtype,
-            self._target_ids,
+            rows, self.target, self.target_rows, self.dtype, self._target_ids
         )
 
 
