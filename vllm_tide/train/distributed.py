@@ -32,10 +32,9 @@ from vllm_tide.train.ranks import (
     LEADER,
     RankLost,
     Ranks,
-    broadcast_json,
     detect_lost_ranks,
-    receive,
-    send,
+    pack_message,
+    unpack_message,
 )
 from vllm_tide.train.sample import Sample, by_request
 from vllm_tide.train.step import GRAD_CLIP, TrainStep
@@ -105,8 +104,9 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
 
 HEARTBEAT_S = 30.0  # longest time between two commands of an idle leader
 
-# Setup sent by the leader -> (draft of that shape, target, knobs).
+Tensors = dict[str, Tensor]
 Build = Callable[[dict[str, Any]], tuple[Draft, TargetRows, TrainConfig]]
+"""Setup sent by the leader -> draft of that shape, target, knobs."""
 
 
 class OneRank:
@@ -171,11 +171,88 @@ def _num_rows(sample: Sample) -> int:
     return sample.num_tokens + num_branch_rows(sample)
 
 
-class LeadRank:
+COMMANDS = "heartbeat", "take_weights", "train", "gather_weights", "write", "read"
+"""Methods of `Member`."""
+
+
+class Member:
+    """One rank's part of the steps; all ranks run the same command at the same time.
+
+    Args:
+        draft: Of the leader's shape, unsharded; not trained.
+    """
+
+    step: ShardedStep
+
+    def __init__(
+        self, ranks: Ranks, draft: Draft, target: TargetRows, config: TrainConfig
+    ) -> None:
+        self.ranks, self.draft = ranks, draft
+        self._target, self._config = target, config
+
+    def execute(self, command: str, tensors: Tensors, details: dict[str, Any]) -> Any:
+        if command not in COMMANDS:
+            raise TransportError(
+                f"ranks: unknown command {command!r} from the leader; all ranks must "
+                "run the same version of vllm_tide."
+            )
+        return getattr(self, command)(tensors, **details)
+
+    def heartbeat(self, _: Tensors) -> None:
+        """Reset the timeout of the ranks that wait."""
+
+    def take_weights(self, vocab: Tensors, owns_lm_head: bool) -> None:
+        """Begin new steps from the weights of the leader's draft."""
+        base, ids = self.draft, vocab["target_ids"]
+        tensors = {}
+        for name, mine in sorted(base.named_tensors().items()):
+            if not self.ranks.is_leader:
+                size = ids.numel() if name == "lm_head.weight" else len(mine)
+                mine = torch.empty(size, *mine.shape[1:])
+            tensors[name] = mine.detach().cpu()
+            dist.broadcast(tensors[name], LEADER)
+        draft = type(base)(
+            replace(base.config, draft_vocab_size=ids.numel()),
+            tensors,
+            VocabMap.from_target_ids(ids, base.config.vocab_size),
+            base.embed,
+            owns_lm_head=owns_lm_head,
+            dtype=base.checkpoint_dtype,
+        )
+        self.step = ShardedStep(draft, self._target, self._config, self.ranks)
+
+    def train(
+        self, batch: Tensors, lr_scale: float, lists: dict[str, Any] | None
+    ) -> StepResult | None:
+        packed = None if lists is None else unpack_message(lists, batch)
+        return self.step.run(packed, lr_scale)
+
+    @torch.no_grad()
+    def gather_weights(self, _: Tensors) -> None:
+        """Copy the trained weights to the leader's draft."""
+        mine = self.draft.named_tensors()
+        for name, value in self.step.gathered():
+            if self.ranks.is_leader:
+                mine[name].copy_(value)
+
+    def write(self, _: Tensors, path: str) -> OSError | None:
+        """Write this rank's shards; an error of one rank is returned on all."""
+        try:
+            checkpoint.write_tensors(path, self.step)
+        except OSError as error:
+            return error
+        return None
+
+    def read(self, _: Tensors, path: str, count: int) -> None:
+        checkpoint.read_tensors(path, self.step, count)
+
+
+class LeadRank(Member):
     """Training steps on many ranks; same methods as `OneRank`.
 
     Args:
         draft: The trainer's draft, unsharded; read and overwritten, not trained.
+        setup: See `Build`.
     """
 
     def __init__(
@@ -186,12 +263,10 @@ class LeadRank:
         config: TrainConfig,
         setup: dict[str, Any],
     ) -> None:
-        self.ranks, self.draft = ranks, draft
-        self._target, self._config = target, config
-        self._last_command_s = 0.0
+        super().__init__(ranks, draft, target, config)
         self._broken = False
         with self._collective():
-            self._send_command("setup", **setup)
+            ranks.send("setup", setup)
         self.restore()
 
     def run(
@@ -202,38 +277,23 @@ class LeadRank:
         Raises:
             RankLost: A rank is gone. Published versions stay published.
         """
-        shares = split_documents(samples, self.ranks.size)
-        batches = [self._pack(share) for share in shares]
+        batches = [
+            pack(share, branches=self.step.trains_branches) if share else None
+            for share in split_documents(samples, self.ranks.size)
+        ]
         with self._collective():
-            self._send_command("step", lr_scale=lr_scale)
-            for rank, batch in enumerate(batches):
-                if rank != LEADER:
-                    send(batch, rank)
+            for rank, batch in enumerate(batches[1:], start=1):
+                lists, tensors = pack_message(batch) if batch else (None, {})
+                details = {"lr_scale": lr_scale, "lists": lists}
+                self.ranks.send("train", details, tensors, rank)
             return self.step.run(batches[LEADER], lr_scale)
 
     def gather(self) -> None:
-        with self._collective(), torch.no_grad():
-            self._send_command("gather")
-            mine = self.draft.named_tensors()
-            for name, value in self.step.gathered():
-                mine[name].copy_(value)
+        self._run_on_all("gather_weights")
 
     def restore(self) -> None:
-        draft = self.draft
-        with self._collective():
-            self._send_command(
-                "weights",
-                draft_vocab_size=draft.config.draft_vocab_size,
-                identity=draft.vocab.is_identity,
-                owns_lm_head=draft.owns_lm_head,
-            )
-            if not draft.vocab.is_identity:
-                dist.broadcast(draft.vocab.target_ids.contiguous(), LEADER)
-            tensors = draft.named_tensors()
-            for name in sorted(tensors):
-                dist.broadcast(tensors[name].detach().cpu(), LEADER)
-        copy = _draft_like(draft, tensors, draft.vocab, draft.owns_lm_head)
-        self.step = ShardedStep(copy, self._target, self._config, self.ranks)
+        vocab = {"target_ids": self.draft.vocab.target_ids}
+        self._run_on_all("take_weights", vocab, owns_lm_head=self.draft.owns_lm_head)
 
     def replace(self, draft: Draft) -> None:
         self.draft = draft
@@ -241,42 +301,32 @@ class LeadRank:
 
     def save(self, directory: str | Path, state: TrainState) -> Path:
         staged = checkpoint.begin(directory)
-        with self._collective():
-            self._send_command("save", path=str(staged))
-            failure = _write(staged, self.step)
-        if failure is not None:
+        if (failure := self._run_on_all("write", path=str(staged))) is not None:
             raise failure
         return checkpoint.commit(staged, self.step, state)
 
     def load(self, path: str | Path) -> TrainState:
         state, count = checkpoint.verify(path, self.draft)
-        with self._collective():
-            self._send_command("load", path=str(path), count=count)
-            checkpoint.read_tensors(path, self.step, count)
+        self._run_on_all("read", path=str(path), count=count)
         self.gather()
         return state
 
     def idle(self) -> None:
         """Send the other ranks a heartbeat every `HEARTBEAT_S`."""
         if time.monotonic() - self._last_command_s >= HEARTBEAT_S:
-            with self._collective():
-                self._send_command("heartbeat")
+            self._run_on_all("heartbeat")
 
     def close(self) -> None:
         if self._broken:  # other ranks are amid a collective, or gone
             return
         with contextlib.suppress(RankLost), self._collective():
-            self._send_command("stop")
+            self.ranks.send("stop")
         self.ranks.close()
-
-    def _pack(self, share: Sequence[Sample]) -> PackedBatch | None:
-        if not share:  # fewer requests than ranks
-            return None
-        return pack(share, branches=self.step.trains_branches)
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
         """Run a collective of all ranks; an exception leaves them out of step."""
+        self._last_command_s = time.monotonic()
         try:
             with detect_lost_ranks():
                 yield
@@ -284,9 +334,12 @@ class LeadRank:
             self._broken = True
             raise
 
-    def _send_command(self, name: str, **details: Any) -> None:
-        broadcast_json({"command": name, **details})
-        self._last_command_s = time.monotonic()
+    def _run_on_all(
+        self, command: str, tensors: Tensors | None = None, **details: Any
+    ) -> Any:
+        with self._collective():
+            self.ranks.send(command, details, tensors)
+            return self.execute(command, tensors or {}, details)
 
 
 Stepper = OneRank | LeadRank
@@ -299,9 +352,8 @@ def send_heartbeat(ranks: Ranks) -> None:
     Raises:
         RankLost: A rank is gone.
     """
-    if ranks.size > 1:
-        with detect_lost_ranks():
-            broadcast_json({"command": "heartbeat"})
+    with detect_lost_ranks():
+        ranks.send("heartbeat")
 
 
 def setup_of(
@@ -340,70 +392,12 @@ def follow(ranks: Ranks, build: Build = load_setup) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    member: Member | None = None
     with detect_lost_ranks():
-        while (setup := broadcast_json())["command"] == "heartbeat":
-            pass
-        draft, target, config = build(setup)
-        step: ShardedStep | None = None
-        while (command := broadcast_json())["command"] != "stop":
-            name = command["command"]
-            if name == "weights":
-                step = ShardedStep(_recv_draft(draft, command), target, config, ranks)
-            elif step is not None and name != "heartbeat":
-                _run_command(step, command)
+        while (received := ranks.receive())[0] != "stop":
+            command, details, tensors = received
+            if command == "setup":
+                member = Member(ranks, *build(details))
+            elif member is not None:  # else a heartbeat
+                member.execute(command, tensors, details)
     ranks.close()
-
-
-def _run_command(step: ShardedStep, command: dict[str, Any]) -> None:
-    match command["command"]:
-        case "step":
-            step.run(receive(), command["lr_scale"])
-        case "gather":
-            for _ in step.gathered():
-                pass
-        case "save":
-            _write(command["path"], step)  # the leader reports errors
-        case "load":
-            checkpoint.read_tensors(command["path"], step, command["count"])
-        case other:
-            raise TransportError(
-                f"ranks: unknown command {other!r} from the leader; all ranks must "
-                "run the same version of vllm_tide."
-            )
-
-
-def _write(staged: str | Path, step: ShardedStep) -> OSError | None:
-    try:
-        checkpoint.write_tensors(staged, step)
-    except OSError as error:
-        return error
-    return None
-
-
-def _recv_draft(base: Draft, command: dict[str, Any]) -> Draft:
-    size = command["draft_vocab_size"]
-    vocab = VocabMap.identity(base.config.vocab_size)
-    if not command["identity"]:
-        ids = torch.empty(size, dtype=torch.int64)
-        dist.broadcast(ids, LEADER)
-        vocab = VocabMap.from_target_ids(ids, base.config.vocab_size)
-    tensors = {}
-    for name, mine in sorted(base.named_tensors().items()):
-        shape = (size, *mine.shape[1:]) if name == "lm_head.weight" else mine.shape
-        tensors[name] = torch.empty(shape)
-        dist.broadcast(tensors[name], LEADER)
-    return _draft_like(base, tensors, vocab, command["owns_lm_head"])
-
-
-def _draft_like(
-    base: Draft, tensors: dict[str, Tensor], vocab: VocabMap, owns_lm_head: bool
-) -> Draft:
-    config = replace(base.config, draft_vocab_size=vocab.target_ids.numel())
-    return type(base)(
-        config,
-        tensors,
-        vocab,
-        base.embed,
-        owns_lm_head=owns_lm_head,
-        dtype=base.checkpoint_dtype,
-    )

@@ -1,6 +1,6 @@
 """The processes that train one draft, and the messages between them.
 
-No pickle: a command is JSON, a batch is JSON and safetensors. Gloo sends both from CPU
+A message is a safetensors file with JSON as metadata, no pickle. Gloo sends it from CPU
 memory, also when training runs on GPUs.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +31,7 @@ from vllm_tide.transport.shm import TransportError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+LEADER = 0
 TIMEOUT = timedelta(minutes=10)  # after which a silent rank counts as lost
 
 
@@ -72,6 +73,32 @@ class Ranks:
         """True for the rank with engines, buffers and the gate."""
         return self.rank == LEADER
 
+    def send(
+        self,
+        command: str,
+        details: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        to: int | None = None,
+    ) -> None:
+        """Send a command from the leader to one rank (None: to every other rank)."""
+        header = {"command": json.dumps([command, details or {}])}
+        parts = {name: part.contiguous() for name, part in (tensors or {}).items()}
+        data = torch.frombuffer(bytearray(save(parts, header)), dtype=torch.uint8)
+        for rank in range(1, self.size) if to is None else (to,):
+            dist.send(torch.tensor([data.numel()]), rank)
+            dist.send(data, rank)
+
+    def receive(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        """Wait for a command of the leader."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, LEADER)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, LEADER)
+        raw = data.numpy().tobytes()
+        end = 8 + int.from_bytes(raw[:8], "little")  # of the JSON header
+        command, details = json.loads(json.loads(raw[8:end])["__metadata__"]["command"])
+        return command, details, load(raw)
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -111,59 +138,17 @@ def detect_lost_ranks() -> Iterator[None]:
         ) from error
 
 
-LEADER = 0
+def pack_message(batch: PackedBatch) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the lists and the tensors of a batch."""
+    listed = vars(batch.teacher) if isinstance(batch.teacher, TopK) else {}
+    values = (vars(batch) | listed).items()
+    tensors = {name: value for name, value in values if isinstance(value, Tensor)}
+    return {"keys": batch.keys, "layout": vars(batch.layout)}, tensors
 
 
-def encode(batch: PackedBatch) -> tuple[bytes, bytes]:
-    teacher = batch.teacher
-    listed = vars(teacher) if isinstance(teacher, TopK) else {}
-    every = vars(batch) | listed
-    tensors = {n: t.contiguous() for n, t in every.items() if isinstance(t, Tensor)}
-    lists = {"keys": batch.keys, "layout": vars(batch.layout)}
-    return json.dumps(lists).encode(), save(tensors)
-
-
-def decode(text: bytes, raw: bytes) -> PackedBatch:
-    lists, tensors = json.loads(text), load(raw)
-    if "teacher" not in tensors:
-        topk = {f.name: tensors.pop(f.name) for f in fields(TopK)}
-        tensors["teacher"] = TopK(**topk)
+def unpack_message(lists: dict[str, Any], tensors: dict[str, Tensor]) -> PackedBatch:
+    teacher = tensors.pop("teacher", None)
+    if teacher is None:
+        teacher = TopK(**{f.name: tensors.pop(f.name) for f in fields(TopK)})
     layout = RowLayout(**lists["layout"])
-    return PackedBatch(layout=layout, keys=lists["keys"], **tensors)
-
-
-def broadcast_json(value: Any = None) -> Any:
-    """Broadcast the leader's `value`; blocks until every rank has it."""
-    leads = dist.get_rank() == LEADER
-    raw = (
-        _bytes(json.dumps(value).encode())
-        if leads
-        else torch.empty(0, dtype=torch.uint8)
-    )
-    size = torch.tensor([raw.numel()])
-    dist.broadcast(size, LEADER)
-    if not leads:
-        raw = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(raw, LEADER)
-    return value if leads else json.loads(raw.numpy().tobytes())
-
-
-def send(batch: PackedBatch | None, rank: int) -> None:
-    parts = (b"", b"") if batch is None else encode(batch)
-    dist.send(torch.tensor([len(part) for part in parts]), rank)
-    for part in filter(None, parts):
-        dist.send(_bytes(part), rank)
-
-
-def receive() -> PackedBatch | None:
-    sizes, parts = torch.empty(2, dtype=torch.int64), []
-    dist.recv(sizes, LEADER)
-    for size in filter(None, sizes.tolist()):
-        raw = torch.empty(size, dtype=torch.uint8)
-        dist.recv(raw, LEADER)
-        parts.append(raw.numpy().tobytes())
-    return decode(*parts) if parts else None
-
-
-def _bytes(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return PackedBatch(layout=layout, keys=lists["keys"], teacher=teacher, **tensors)
