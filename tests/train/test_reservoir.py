@@ -73,7 +73,8 @@ def test_a_plain_pass_has_every_window_once_and_new_ones_first():
     for key in TRAIN_KEYS[:10]:
         buffer.add(document(key))
     assert {s.key for s in buffer.shuffled()} == set(TRAIN_KEYS[:10])
-    assert buffer.fresh == []
+    buffer.end_cycle(buffer.newest, buffer.new_tokens)
+    assert (buffer.fresh, buffer.new_tokens) == ([], 0)
     for key in TRAIN_KEYS[10:15]:
         buffer.add(document(key))
     assert [s.key for s in buffer.fresh] == TRAIN_KEYS[10:15]
@@ -81,12 +82,12 @@ def test_a_plain_pass_has_every_window_once_and_new_ones_first():
     assert len(keys) == 15
     assert set(keys[:5]) == set(TRAIN_KEYS[10:15])
     until = buffer.newest
-    buffer.add(document(TRAIN_KEYS[15]))  # later windows stay fresh
+    buffer.add(document(TRAIN_KEYS[15]))
     assert {s.key for s in buffer.shuffled(until=until)} == set(TRAIN_KEYS[:15])
-    assert [s.key for s in buffer.fresh] == TRAIN_KEYS[15:16]
-    assert buffer.shuffled()[0].key == TRAIN_KEYS[15]
-    buffer.fresh = buffer.train[2:4]  # restored
-    assert {s.key for s in list(buffer.shuffled())[:2]} == set(TRAIN_KEYS[2:4])
+    buffer.train[-1].trained.append(0)  # and the cycle was interrupted
+    assert [s.key for s in buffer.fresh] == TRAIN_KEYS[10:15]
+    buffer.end_cycle(until, 60)
+    assert (buffer.fresh, buffer.new_tokens) == ([], 60)
 
 
 def test_counts_agree_with_the_stored_windows():

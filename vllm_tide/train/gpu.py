@@ -37,6 +37,7 @@ CALL_INTERVAL_S = 0.05
 
 Progress = Callable[[], bool]
 """Called between steps; False ends the cycle early."""
+INTERRUPTED = "interrupted"
 
 
 # Torch's allocator raises OutOfMemoryError. Contexts, kernel launches and BLAS handles
@@ -287,7 +288,7 @@ class ProgressCallback:
     """Calls `progress` until it returns False; sleeps when `budget` is used up.
 
     Attributes:
-        running: False once `progress` returned False.
+        stopped: Why the cycle ends early; empty while it runs.
         elsewhere_s: Time in calls, sleeps included (s).
         evaluation_s: Time in evaluations without calls; the trainer adds to it (s).
     """
@@ -295,10 +296,17 @@ class ProgressCallback:
     def __init__(
         self, progress: Progress | None, budget: GpuTimeBudget | None = None
     ) -> None:
-        self._progress, self._budget, self.running = progress, budget, True
+        self._progress, self._budget, self.stopped = progress, budget, ""
         self.elsewhere_s = self.evaluation_s = 0.0
         if budget is not None:
             budget.begin()
+
+    @property
+    def running(self) -> bool:
+        return not self.stopped
+
+    def stop(self, reason: str) -> None:
+        self.stopped = self.stopped or reason
 
     def __call__(self) -> bool:
         began = time.monotonic()
@@ -313,6 +321,6 @@ class ProgressCallback:
         return self.running
 
     def _call(self) -> bool:
-        if self._progress is not None and self.running:
-            self.running = self._progress()
+        if self._progress is not None and self.running and not self._progress():
+            self.stop(INTERRUPTED)
         return self.running

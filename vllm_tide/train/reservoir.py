@@ -14,7 +14,6 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ class Purged(NamedTuple):
 
 
 class Side:
-    """Windows by serial number, oldest first, indexed by request and by tenant.
+    """Windows by serial number, oldest first.
 
     Args:
         tenant_share: Limit of one tenant's windows (share of `max_tokens`, 0 to 1).
@@ -68,41 +67,27 @@ class Side:
     """
 
     def __init__(
-        self,
-        max_tokens: int,
-        tenant_share: float,
-        rng: random.Random | None = None,
+        self, max_tokens: int, tenant_share: float, rng: random.Random | None = None
     ) -> None:
         self._rng, self._with_floor = rng, frozenset[int]()
         self.windows: dict[int, Sample] = {}
-        self.tokens = 0
+        self._by_key: defaultdict[int, list[int]] = defaultdict(list)
+        self._tokens_of: Counter[int] = Counter()  # by tenant
+        self.tokens = self._next = 0
         self._max_tokens = max_tokens
-        self._tenant_tokens = (
-            int(tenant_share * max_tokens) if tenant_share < 1 else max_tokens
-        )
-        # Serial numbers in dicts, which are ordered and have fast removal.
-        self._by_key: defaultdict[int, dict[int, None]] = defaultdict(dict)
-        self._by_tenant: defaultdict[int, dict[int, None]] = defaultdict(dict)
-        self._tokens_of: Counter[int] = Counter()
-        self._next = 0
+        self._tenant_tokens = int(min(1.0, tenant_share) * max_tokens)
 
-    def add(self, window: Sample) -> int:
-        serial, self._next = self._next, self._next + 1
-        self.windows[serial] = window
-        self._by_key[window.key][serial] = None
-        self._by_tenant[window.tenant][serial] = None
+    def add(self, window: Sample) -> None:
+        self.windows[self._next] = window
+        self._by_key[window.key].append(self._next)
+        self._next += 1
         self._count(window, 1)
-        return serial
 
     def remove(self, serial: int) -> Sample:
         window = self.windows.pop(serial)
-        for index, name in (
-            (self._by_key, window.key),
-            (self._by_tenant, window.tenant),
-        ):
-            del index[name][serial]
-            if not index[name]:
-                del index[name]
+        self._by_key[window.key].remove(serial)
+        if not self._by_key[window.key]:
+            del self._by_key[window.key]
         self._count(window, -1)
         return window
 
@@ -117,9 +102,11 @@ class Side:
 
     def evict_over_share(self, tenant: int) -> int | None:
         """Return a tenant's oldest window if it exceeds its share, else None."""
-        serials = self._by_tenant.get(tenant, {})
-        over = tenant != NO_TENANT and self._tokens_of[tenant] > self._tenant_tokens
-        return next(iter(serials)) if over and len(serials) > 1 else None
+        if tenant == NO_TENANT or self._tokens_of[tenant] <= self._tenant_tokens:
+            return None
+        mine = (n for n, window in self.windows.items() if window.tenant == tenant)
+        oldest, second = next(mine), next(mine, None)
+        return None if second is None else oldest
 
     def evict_over_capacity(self) -> int | None:
         """Return the window to evict if the side is over capacity, else None."""
@@ -137,25 +124,25 @@ class Side:
         """
         windows, sizes = self.windows, self._tokens_of
         now = max(window.captured_unix_s for window in windows.values())
+        by_tenant: defaultdict[int, list[int]] = defaultdict(list)
+        for serial, window in windows.items():
+            by_tenant[window.tenant].append(serial)
 
-        def seen(n: int) -> bool:
-            return windows[n].captured_unix_s >= now - TENANT_IDLE_S
-
-        def has_floor(serials: dict[int, None]) -> bool:
-            had_floor = windows[next(iter(serials))].tenant in self._with_floor
+        def has_floor(tenant: int, serials: list[int]) -> bool:
+            idle = now - windows[serials[-1]].captured_unix_s > TENANT_IDLE_S
+            if tenant == NO_TENANT or idle:
+                return False
             requests = {windows[n].key for n in serials}
-            return had_floor or len(requests) >= FLOOR_REQUESTS
+            return tenant in self._with_floor or len(requests) >= FLOOR_REQUESTS
 
-        last = {t: next(reversed(serials)) for t, serials in self._by_tenant.items()}
-        active = [t for t in last if t != NO_TENANT and seen(last[t])]
-        active = [t for t in active if has_floor(self._by_tenant[t])]
+        active = [t for t, mine in by_tenant.items() if has_floor(t, mine)]
         active.sort(key=lambda t: t not in self._with_floor)  # existing floors first
         self._with_floor = floors = frozenset(active[:FLOORS])
         chosen = [n for n, w in windows.items() if w.tenant not in floors]
         if 2 * sum(sizes[t] for t in floors) > self.tokens:
-            chosen = list(self._by_tenant[max(floors, key=sizes.__getitem__)])
+            chosen = by_tenant[max(floors, key=sizes.__getitem__)]
         # A tenant's newest window stays: it has the time of the last request.
-        newest = {last[t] for t in floors}
+        newest = {by_tenant[t][-1] for t in floors}
         return rng.choice([n for n in chosen if n not in newest] or chosen)
 
     def _count(self, window: Sample, sign: int) -> None:
@@ -169,7 +156,7 @@ class SampleBuffer:
     """Training buffer and held-out reservoir; `clock` is Unix time (s).
 
     Attributes:
-        new_tokens: Training tokens added since the trainer last set this to 0.
+        new_tokens: Training tokens that were not used by a cycle yet.
         cycle_passes: Maximum passes over a document in one cycle.
         evicted: Removed rows by reason: `train` and `holdout` (over capacity),
             `tenant_share`, `duplicate`, `purged`, `expired`.
@@ -191,7 +178,7 @@ class SampleBuffer:
                 random.Random(SEED),  # noqa: S311 - not cryptographic
             ),
         }
-        self._fresh: dict[int, None] = {}  # serial numbers of `fresh`
+        self._cycled = -1  # last serial number that was part of a cycle
         self._clock = clock
         self._random = random.Random(SEED)  # noqa: S311 - shuffling only
 
@@ -210,18 +197,16 @@ class SampleBuffer:
 
     @property
     def fresh(self) -> list[Sample]:
-        """Training windows that are not part of a pass yet, oldest first.
+        """Training windows that were not part of a cycle yet, oldest first."""
+        windows = self._sides["train"].windows.items()
+        return [window for serial, window in windows if self._is_fresh(serial, window)]
 
-        Settable to windows of `train`, for a pass that is interrupted.
-        """
-        windows = self._sides["train"].windows
-        return [windows[serial] for serial in self._fresh]
+    def _is_fresh(self, serial: int, window: Sample) -> bool:
+        return serial > self._cycled and not window.trained
 
-    @fresh.setter
-    def fresh(self, samples: Collection[Sample]) -> None:
-        ids = {id(sample) for sample in samples}
-        windows = self._sides["train"].windows
-        self._fresh = {n: None for n, s in windows.items() if id(s) in ids}
+    def end_cycle(self, until: int, new_tokens: int) -> None:
+        """Count windows up to `until` and so many new tokens as used by a cycle."""
+        self._cycled, self.new_tokens = until, max(0, self.new_tokens - new_tokens)
 
     @property
     def train_tokens(self) -> int:
@@ -240,9 +225,8 @@ class SampleBuffer:
         self._supersede(name, sample)
         for window in split_windows(sample, self.window):
             self.num_samples += 1
-            serial = side.add(window)
-            if name == "train":
-                self._fresh[serial] = None
+            side.add(window)
+            if not holdout:
                 self.new_tokens += window.num_tokens
         while (oldest := side.evict_over_share(sample.tenant)) is not None:
             self._drop(name, oldest, "tenant_share")
@@ -277,23 +261,24 @@ class SampleBuffer:
     def shuffled(self, cycle: int = 0, until: int | None = None) -> deque[Sample]:
         """Return one pass over the training side in random order, within `max_passes`.
 
-        Windows added after `until` (see `newest`) are left out and stay fresh, because
-        a window is evidence only if it is scored before it is trained on.
+        Windows added after `until` (see `newest`) are left out, because a window is
+        evidence only if it is scored before it is trained on.
 
-        Documents new since the last pass come first, unless tenants are balanced: a
-        cycle may end within a pass, so every part of it has to be balanced then.
+        Fresh documents come first, unless tenants are balanced: a cycle may end within
+        a pass, so every part of it has to be balanced then.
         """
-        windows = self._sides["train"].windows
-        if until is None:
-            until = self.newest
-        samples = [window for serial, window in windows.items() if serial <= until]
-        new = {id(windows[serial]) for serial in self._fresh if serial <= until}
-        self._fresh = {serial: None for serial in self._fresh if serial > until}
-        weight = weights(samples, self.config)
-        passes_left = partial(self._passes_left, cycle=cycle)
-        drawn = draw(samples, weight, self._random, passes_left)
+        windows = self._sides["train"].windows.items()
+        chosen = {n: w for n, w in windows if until is None or n <= until}
+        samples = list(chosen.values())
+        fresh = {id(w) for n, w in chosen.items() if self._is_fresh(n, w)}
+        drawn = draw(
+            samples,
+            weights(samples, self.config),
+            self._random,
+            lambda sample: self._passes_left(sample, cycle),
+        )
         if self.config.tenant_share >= 1:
-            drawn.sort(key=lambda sample: id(sample) not in new)
+            drawn.sort(key=lambda sample: id(sample) not in fresh)
         return deque(drawn)
 
     def rows_left(self, cycle: int) -> int:
@@ -334,7 +319,7 @@ class SampleBuffer:
                     continue
                 if before is not None and window.captured_unix_s >= before:
                     continue
-                if name == "train" and serial in self._fresh:
+                if name == "train" and self._is_fresh(serial, window):
                     self.new_tokens = max(0, self.new_tokens - window.num_tokens)
                 self._drop(name, serial, reason)
                 samples += 1
@@ -342,10 +327,7 @@ class SampleBuffer:
         return Purged(samples, tokens)
 
     def _drop(self, name: str, serial: int, reason: str) -> None:
-        removed = self._sides[name].remove(serial)
-        self.evicted[reason] += removed.num_tokens
-        if name == "train":
-            self._fresh.pop(serial, None)
+        self.evicted[reason] += self._sides[name].remove(serial).num_tokens
 
     def _supersede(self, name: str, sample: Sample) -> None:
         """Remove positions that `sample` trains from older windows of the request."""
@@ -400,13 +382,11 @@ def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:
     """Return factors that limit every tenant to its share (0 to 1) of the weight.
 
     `Side` limits a tenant's tokens only when the buffer is full; before that the most
-    active tenant would dominate. Requests without a tenant come from many clients and
-    have no limit.
+    active tenant would dominate. Requests without a tenant have no limit.
 
-    With the j largest tenants capped at a level L and a remainder R uncapped, L is the
-    share of the total: L = share (j L + R), so L = share R / (1 - j share); j is the
-    smallest number for which no tenant of the remainder exceeds L. If there is no
-    remainder (all tenants are over their share) all get equal weight.
+    With the j largest tenants capped at a level L and a remainder R uncapped,
+    L = share (j L + R); j is the smallest number for which no tenant of the remainder
+    exceeds L. If there is no remainder (all are over their share) all get equal weight.
     """
     named = sorted(
         ((mass, tenant) for tenant, mass in masses.items() if tenant != NO_TENANT),

@@ -27,6 +27,7 @@ from vllm_tide.train.checkpoint import TrainState
 from vllm_tide.train.distributed import OneRank, Stepper
 from vllm_tide.train.evaluate import Evaluation, Scores, evaluate
 from vllm_tide.train.gpu import (
+    INTERRUPTED,
     GpuTimeBudget,
     Progress,
     ProgressCallback,
@@ -109,14 +110,12 @@ class Trainer:
             self.vocabulary = LiveVocabulary(target.vocab_size)
         self.out_of_memory = 0
         self._queue: deque[Sample] = deque()
-        # New tokens and fresh documents taken by the current cycle, and its queue.
-        self._taken: tuple[int, list[Sample], deque[Sample]] = 0, [], deque()
         self._capacity = self._packed = 0
         self._since_reset = 0  # steps since the optimizer's moments were cleared
         self._submitted = -1  # `steps` of the last candidate judged without a cycle
         self._step_s = self._row_s = 0.0  # per step, per row scored with both drafts
         self._differs = False  # the candidate differs from the live draft
-        self._restored = 0  # number of calls of `restore`
+        self._callback = ProgressCallback(None)  # of the last cycle
         self.evidence = Evidence()  # that candidates are better than the live draft
         self.unscored_requests = 0  # not used as evidence, under overload
         self._known: dict[int, None] = {}  # request keys: see MAX_KNOWN
@@ -177,7 +176,8 @@ class Trainer:
             progress: Called after every step and evaluation batch, so that the caller
                 can drain the ring meanwhile; False ends the cycle.
         """
-        steps, callback = self.steps, ProgressCallback(progress, self.gpu_budget)
+        steps = self.steps
+        self._callback = callback = ProgressCallback(progress, self.gpu_budget)
         try:
             result = self._run_cycle(callback)
         except RuntimeError as error:
@@ -188,17 +188,14 @@ class Trainer:
             release_step_memory(self.stepper.step.optimizer)
             self.out_of_memory += 1
             self._differs |= self.steps > steps
-            self._return_fresh()
             result = without_evaluation(0, math.nan, "out of memory")
-        finally:  # no documents left for a purge
-            self._taken = 0, [], deque()
+        finally:
             self._live_scores.keep({s.key for s in self.buffer.holdout})
         return replace(
             result, evaluation_s=callback.evaluation_s, elsewhere_s=callback.elsewhere_s
         )
 
     def _run_cycle(self, callback: ProgressCallback) -> CycleResult:
-        restored = self._restored
         # Later windows are scored in the next cycle, before they are trained on.
         until, taken = self.buffer.newest, self.buffer.new_tokens
         prequential = self._score_fresh(callback)
@@ -206,22 +203,36 @@ class Trainer:
         if prequential is not None and enough and self.steps > self._submitted:
             # Once per candidate: publish what was scored, not the result of more steps.
             self._submitted = self.steps
-            judged = self._judge(0, self.last_loss, prequential, callback, restored)
+            judged = self._judge(0, self.last_loss, prequential, callback)
             if judged is not None and judged.publish:
                 self.cycles += 1
                 return judged
         self._update_vocabulary()
-        fresh = self.buffer.fresh
-        self.buffer.new_tokens = max(0, self.buffer.new_tokens - taken)
-        cycle = self.cycles
-        self._queue = self.buffer.shuffled(cycle, until)
-        self._taken = taken, fresh, self._queue
-        total = self._num_steps()
+        losses = self._run_steps(until, callback)
+        self._differs |= bool(losses)
+        self.cycles += 1
+        mean = sum(losses) / len(losses) if losses else math.nan
+        judged = None
+        if losses and callback.running:
+            self.stepper.gather()
+            judged = self._judge(len(losses), mean, prequential, callback)
+        reason = callback.stopped or "no row could be trained"
+        if reason != INTERRUPTED:
+            self.buffer.end_cycle(until, taken)
+        if judged is None:
+            return without_evaluation(len(losses), mean, reason)
+        self._adapt_rate(judged)
+        return judged
+
+    def _run_steps(self, until: int, callback: ProgressCallback) -> list[float]:
+        """Run the steps of a cycle on windows up to `until`; return their losses."""
+        cycle, index = self.cycles, 0
         losses: list[float] = []
-        index = 0
         # Thread time on a CPU excludes pauses of the machine; a GPU needs wall time.
         on_cpu = self.target.lm_head.device.type == "cpu"
         clock = time.thread_time if on_cpu else time.monotonic
+        self._queue = self.buffer.shuffled(cycle, until)
+        total = self._num_steps()
         while callback.running and index < total:
             if not self._queue:
                 self._queue = self.buffer.shuffled(cycle, until)
@@ -235,25 +246,8 @@ class Trainer:
             if loss is not None:
                 losses.append(loss)
                 self.last_loss = loss
-            if not callback() or self._restored != restored:
-                break
-        self._differs |= bool(losses)
-        self.cycles += 1
-        mean = sum(losses) / len(losses) if losses else math.nan
-        result = without_evaluation(len(losses), mean, "interrupted")
-        if not losses and callback.running:
-            return replace(result, reason="no row could be trained")
-        if callback.running and self._restored == restored:
-            self.stepper.gather()
-            judged = self._judge(len(losses), mean, prequential, callback, restored)
-            if judged is not None:
-                self._adapt_rate(judged)
-                return judged
-        if self._restored != restored:
-            result = replace(result, reason="another draft was restored")
-        elif not callback.running:
-            self._return_fresh()
-        return result
+            callback()
+        return losses
 
     def _judge(
         self,
@@ -261,7 +255,6 @@ class Trainer:
         loss: float,
         prequential: Pair | None,
         callback: ProgressCallback,
-        restored: int,
     ) -> CycleResult | None:
         """Judge the candidate by `prequential` and by held-out requests.
 
@@ -271,24 +264,15 @@ class Trainer:
         chosen, others = self.buffer.split_holdout(self._known, rows, self.cycles)
         self._live_scores.keep({s.key for s in chosen + others})
         holdout = self._compare(chosen, callback)
-        if callback.running and self._restored == restored:
+        if callback.running:
             self._add_evidence(holdout)
             if others and self.evidence.wealth >= PUBLISH_EVIDENCE:
                 holdout += self._compare(others, callback)
-        if not callback.running or self._restored != restored:
+        if not callback.running:
             return None
         return judge(
             steps, loss, holdout, prequential, self.config, self.metric, self.evidence
         )
-
-    def _return_fresh(self) -> None:
-        """Return the unused new tokens and fresh documents to the buffer."""
-        taken, fresh, queue = self._taken
-        self.buffer.new_tokens += taken
-        if self._queue is queue:  # documents left in the queue stay fresh
-            left = {id(sample) for sample in queue}
-            as_fresh = [sample for sample in fresh if id(sample) in left]
-            self.buffer.fresh = [*self.buffer.fresh, *as_fresh]
 
     def evaluate(
         self,
@@ -360,7 +344,7 @@ class Trainer:
         self._since_reset = 0
         self._differs = False
         self.evidence, self._live_scores = Evidence(), Scores(self.depth)
-        self._restored += 1
+        self._callback.stop("another draft was restored")
 
     def purge(self, tenant: int | None = None) -> dict[str, int]:
         """Delete captured data of a tenant (None: of all); weights do not change."""
@@ -496,7 +480,7 @@ class Trainer:
         None without such requests, or if both drafts are equal. Under overload only the
         newest requests are scored (`_rows_to_score`).
         """
-        unscored, restored = self.unscored if self._differs else [], self._restored
+        unscored = self.unscored if self._differs else []
         rows_left = self._rows_to_score()
         samples: deque[Sample] = deque()
         for sample in reversed(unscored):
@@ -508,7 +492,7 @@ class Trainer:
         if not samples:
             return None
         pair = self._compare(list(samples), progress)
-        if progress.running and self._restored == restored:
+        if progress.running:
             self._add_evidence(pair)
             left_out = {s.key for s in unscored} - {s.key for s in samples}
             self.unscored_requests += len(left_out)
