@@ -216,7 +216,6 @@ def gate(_: float) -> Any:
 
     def evaluation(by_key: dict[int, float]) -> Evaluation:
         made = Evaluation(3)
-        made.reached = {form: [0.0] * 3 for form in FORMS}
         for key, more in by_key.items():
             made.requests[key] = [100.0] + [100 * (3 + more)] * len(FORMS)
         return made

@@ -367,7 +367,6 @@ def pair_of(gains: dict[int, float]) -> Pair:
 
     def evaluation(by_key: dict[int, float]) -> Evaluation:
         result = Evaluation(DEPTH)
-        result.reached = {form: [0.0] * DEPTH for form in FORMS}
         for key, more in by_key.items():
             accepted = ROWS * (DEPTH + more)
             result.requests[key] = [float(ROWS)] + [accepted] * len(FORMS)

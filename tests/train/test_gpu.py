@@ -16,6 +16,7 @@ from vllm_tide.cli.main import main
 from vllm_tide.config import GIB, TrainConfig
 from vllm_tide.draft import DFlashConfig, DraftError
 from vllm_tide.draft.eagle3 import Eagle3Draft
+from vllm_tide.draft.eagle3_config import Eagle3Config
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.sidecar import loop as sidecar
 from vllm_tide.train import gpu
@@ -29,7 +30,6 @@ from vllm_tide.train.gpu import (
     gpu_uuid,
     memory_need,
     release_cache,
-    training_bytes,
     use_device,
     with_gpu_share,
 )
@@ -91,11 +91,18 @@ def test_a_server_s_gpu_without_free_memory_is_refused_with_the_size(device_memo
 
 
 def test_the_estimate_covers_the_states_of_an_8b_s_draft():
-    shape = Mock(hidden_size=4096, intermediate_size=14336, draft_vocab_size=32000)
-    shape.computed_rows = lambda rows, depth: rows * depth
-    trained, rows = 430_000_000, 2 * 128256 * 4096 * 2
-    need = training_bytes(trained, rows, TrainConfig(), shape)
-    assert 12 * GIB < need < 16 * GIB
+    shape = Eagle3Config(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+        aux_layer_ids=(2, 16, 29),
+        target_hidden_size=4096,
+    )
+    assert 12 * GIB < memory_need(shape, TrainConfig(), 3) < 16 * GIB
 
 
 def test_the_estimate_grows_with_the_block_of_dflash():

@@ -155,7 +155,6 @@ def set_gains(trainer: Trainer, gain: Callable[[Sample], float]) -> None:
 
     def evaluate(draft=None, progress=None, samples=None):  # type: ignore[no-untyped-def]
         evaluation = Evaluation(3)
-        evaluation.reached = {form: [0.0] * 3 for form in FORMS}
         for sample in samples:
             more = 0.0 if draft is trainer.live else gain(sample)
             evaluation.requests[sample.key] = [9.0] + [9 * (1.5 + more)] * len(FORMS)

@@ -39,13 +39,10 @@ class Evaluation:
 
     Attributes:
         requests: Per request key: rows, then accepted drafts in each form.
-        reached: Per form, sum over rows of the cumulative product at each step; empty
-            if only per-request sums are known.
     """
 
     num_steps: int
     requests: dict[int, list[float]] = field(default_factory=dict)
-    reached: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -62,23 +59,13 @@ class Evaluation:
         column = 1 + FORMS.index(form)
         return _ratio_error([(r[0], r[column]) for r in self.requests.values()])
 
-    def only(self, keys: Collection[int]) -> Evaluation:
-        """Return the sums of some requests, without `reached`."""
-        requests = {k: r for k, r in self.requests.items() if k in keys}
-        return Evaluation(self.num_steps, requests)
-
     def __add__(self, other: Evaluation) -> Evaluation:
         """Add two evaluations; a request in both is one request with all rows."""
         requests = {key: list(row) for key, row in self.requests.items()}
         for key, row in other.requests.items():
             before = requests.get(key, [0.0] * len(row))
             requests[key] = [a + b for a, b in zip(before, row, strict=True)]
-        reached = {
-            form: [a + b for a, b in zip(sums, other.reached[form], strict=True)]
-            for form, sums in self.reached.items()
-            if form in other.reached
-        }
-        return Evaluation(self.num_steps, requests, reached)
+        return Evaluation(self.num_steps, requests)
 
 
 class Scores:
@@ -164,7 +151,6 @@ def evaluate(
         sampled_form: Form that applies to requests above temperature 0.
     """
     result = Evaluation(num_steps)
-    result.reached = {form: [0.0] * num_steps for form in FORMS}
     per_row = 4 * draft.vocab.target_ids.numel()
     capacity = max(_ROWS, min(capacity, _PROBS_BYTES // per_row))
     rows = target.rows_in(torch.float32)
@@ -229,13 +215,12 @@ def _add_batch(
     other = next((form for form in served if form != "greedy"), "greedy")
     product = {form: torch.ones(count, device=device) for form in FORMS}
     total = {form: torch.zeros(count, device=device) for form in FORMS}
-    for i, (normed, at) in enumerate(zip(outputs, index.split(count), strict=True)):
+    for normed, at in zip(outputs, index.split(count), strict=True):
         accepted = _accept(draft, weights, normed, probs, best, at)
         accepted["served"] = torch.where(greedy, accepted["greedy"], accepted[other])
         for form in FORMS:
             product[form] *= accepted[form]
             total[form] += product[form]
-            result.reached[form][i] += float(product[form].sum())
     total = {form: sums.cpu() for form, sums in total.items()}
     for doc, key in enumerate(packed.keys):
         mine = docs == doc

@@ -65,35 +65,23 @@ def memory_message(device: str, what: str, batch_tokens: int | None = None) -> s
     )
 
 
-def training_bytes(
-    trained: int, frozen_bytes: int, config: TrainConfig, draft: DraftConfig
-) -> int:
+def memory_need(draft: DraftConfig, config: TrainConfig, depth: int) -> int:
     """Return an upper estimate of the device memory of training (bytes).
 
     Master weights, the served draft, gradients and two moments in fp32, and a copy in
-    bf16; the activations of one batch, and the logits of one chunk of the loss.
-
-    Args:
-        trained: Number of trained parameters.
-        frozen_bytes: Embedding and lm_head rows of the target, and shared weights.
-    """
-    values = 20 * draft.hidden_size + 6 * draft.intermediate_size
-    rows = draft.computed_rows(config.batch_tokens, config.ttt_steps)
-    return 22 * trained + frozen_bytes + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
-
-
-def memory_need(draft: DraftConfig, config: TrainConfig, depth: int) -> int:
-    """Return an upper estimate of the trainer's device memory (bytes).
+    bf16; embedding and lm_head rows of the target; the activations of one batch, and
+    the logits of one chunk of the loss.
 
     Args:
         depth: num_speculative_tokens.
     """
-    steps = draft.num_steps(config.ttt_steps, depth)
-    config = config.model_copy(update={"ttt_steps": steps})
     trained = sum(map(math.prod, draft.parameter_shapes().values()))
     trained += draft.draft_vocab_size * draft.hidden_size
     frozen = 2 * 2 * draft.vocab_size * draft.target_hidden_size
-    return training_bytes(trained, frozen, config, draft)
+    steps = draft.num_steps(config.ttt_steps, depth)
+    rows = draft.computed_rows(config.batch_tokens, steps)
+    values = 20 * draft.hidden_size + 6 * draft.intermediate_size
+    return 22 * trained + frozen + 4 * values * rows + LOSS_BYTES + CONTEXT_BYTES
 
 
 _claim: list[tuple[torch.device, int]] = []  # at most one, of this process
@@ -185,12 +173,6 @@ def with_gpu_share(config: TrainConfig, servers: Collection[str]) -> TrainConfig
             share,
         )
     return config.model_copy(update={"gpu_share": share or 1.0})
-
-
-def release_step_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Free the gradients of a failed step and torch's cache of device memory."""
-    optimizer.zero_grad(set_to_none=True)
-    release_cache()
 
 
 def release_cache() -> None:

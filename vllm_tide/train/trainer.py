@@ -32,7 +32,7 @@ from vllm_tide.train.gpu import (
     Progress,
     ProgressCallback,
     is_out_of_memory,
-    release_step_memory,
+    release_cache,
 )
 from vllm_tide.train.judgement import (
     MIN_RATE,
@@ -185,7 +185,8 @@ class Trainer:
             if not (is_out_of_memory(error) and isinstance(self.stepper, OneRank)):
                 raise
             error.__traceback__ = None  # it references the step's tensors
-            release_step_memory(self.stepper.step.optimizer)
+            self.stepper.step.optimizer.zero_grad(set_to_none=True)
+            release_cache()
             self.out_of_memory += 1
             self._differs |= self.steps > steps
             result = without_evaluation(0, math.nan, "out of memory")
