@@ -12,7 +12,7 @@ import torch
 
 from tests.train.toys import HIDDEN, ToyTarget
 from vllm_tide.config import TrainConfig
-from vllm_tide.train.reservoir import Purged, SampleBuffer, cap_factors, in_holdout
+from vllm_tide.train.reservoir import SampleBuffer, cap_factors, in_holdout
 from vllm_tide.train.sample import Branch, Sample
 from vllm_tide.transport.tenant import NO_TENANT
 
@@ -277,12 +277,12 @@ def test_purge_by_tenant_and_by_time():
         buffer.add(document(key, tenant=key % 3))
         clock.now += 1
     both = [*buffer.train, *buffer.holdout]
-    assert buffer.purge(tenant=1) == Purged(10, 200)
+    assert buffer.purge(tenant=1) == (10, 200)
     assert {s.tenant for s in [*buffer.train, *buffer.holdout]} == {0, 2}
-    assert buffer.purge(tenant=2, before=1015.0) == Purged(5, 100)
-    assert buffer.purge(before=1010.0) == Purged(4, 80)
-    assert buffer.purge() == Purged(11, 220)
-    assert buffer.purge() == Purged()
+    assert buffer.purge(tenant=2, before=1015.0) == (5, 100)
+    assert buffer.purge(before=1010.0) == (4, 80)
+    assert buffer.purge() == (11, 220)
+    assert buffer.purge() == (0, 0)
     assert not buffer.train and not buffer.holdout and not buffer.fresh
     assert buffer.train_tokens == buffer.holdout_tokens == buffer.new_tokens == 0
     assert buffer.evicted["purged"] == sum(s.num_tokens for s in both)
@@ -296,14 +296,15 @@ def test_windows_older_than_max_age_are_forgotten_on_both_sides():
         clock.now += 1
     assert buffer.expired(buffer.train[0]) and not buffer.expired(buffer.train[-1])
     before = Counter(s.key for s in [*buffer.train, *buffer.holdout])
-    gone = buffer.expire()
+    assert buffer.expire()
     left = {s.key for s in [*buffer.train, *buffer.holdout]}
     # The oldest one left was taken in exactly 12 s ago.
-    assert left == set(range(18, 30)) and gone == Purged(18, 360)
+    assert left == set(range(18, 30))
     assert len(before) == 30 and buffer.evicted == {"expired": 360}
-    assert buffer.expire() == Purged()
+    assert not buffer.expire()
     clock.now += 100
-    assert buffer.expire().samples == 12
+    assert buffer.expire()
+    assert buffer.evicted == {"expired": 600}
     assert not buffer.shuffled() and buffer.new_tokens == 0
 
 

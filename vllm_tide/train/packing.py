@@ -238,24 +238,19 @@ def plan_rows(
     """
     last, rows = batch.num_rows - 1, torch.arange(batch.num_rows)
     trunk = rows < batch.num_tokens
-    selected = trunk & committed | ~trunk & branches
-    masks = []
-    for i in range(num_steps):
-        at = batch.layout.ahead(rows, i)
-        inside = (at <= last) & selected
-        at = at.clamp_(max=last)
-        same = batch.segments[at] == batch.segments
-        masks.append(inside & same & batch.valid[at])
+    at = batch.layout.ahead(rows, torch.arange(num_steps)[:, None])  # [K, R]
+    trained = (at <= last) & (trunk & committed | ~trunk & branches)
+    at = at.clamp_(max=last)
+    trained &= (batch.segments[at] == batch.segments) & batch.valid[at]
     if complete:
-        masks = [torch.stack(masks).all(0)] * num_steps
+        trained = trained.all(0).expand_as(trained)
+    needed = trained.flip(0).cumsum(0).flip(0) > 0  # trained now or later
     steps: list[StepRows] = []
-    needed = torch.zeros(())
-    for mask in reversed(masks):  # compute rows trained now or later
-        needed = mask | needed if steps else mask
-        if steps or bool(mask.any()):
-            active = needed.nonzero().flatten()
+    for mask, computed in zip(trained, needed, strict=True):
+        if bool(computed.any()):
+            active = computed.nonzero().flatten()
             steps.append(StepRows(active, mask[active].nonzero().flatten()))
-    return steps[::-1]
+    return steps
 
 
 def following_tokens(batch: PackedBatch) -> Tensor:

@@ -4,17 +4,16 @@ The key of a request selects its side, so that no window of a held-out request i
 trained on. Within a side each (request, position) is trained once, in the newest
 document, and a tenant fills at most its share.
 
-In one pass over the buffer a document of weight 1 appears once, one of weight 0.3 in
-three of ten passes, one of weight 2 twice.
+A tenant over its share has a weight below 1: a document of weight 0.3 appears in three
+of ten passes over the buffer.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -49,13 +48,6 @@ def in_holdout(key: int, share: float) -> bool:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return (z ^ (z >> 31)) < share * (_MASK + 1)
-
-
-class Purged(NamedTuple):
-    """Windows removed by a purge from both sides, and their rows (tokens)."""
-
-    samples: int = 0
-    tokens: int = 0
 
 
 class Side:
@@ -269,17 +261,20 @@ class SampleBuffer:
         """
         windows = self._sides["train"].windows.items()
         chosen = {n: w for n, w in windows if until is None or n <= until}
-        samples = list(chosen.values())
-        fresh = {id(w) for n, w in chosen.items() if self._is_fresh(n, w)}
-        drawn = draw(
-            samples,
-            weights(samples, self.config),
-            self._random,
-            lambda sample: self._passes_left(sample, cycle),
-        )
+        masses: Counter[int] = Counter()
+        for sample in chosen.values():
+            masses[sample.tenant] += sample.num_tokens
+        caps = cap_factors(masses, self.config.tenant_share)
+        drawn: list[tuple[bool, Sample]] = []
+        for serial, sample in chosen.items():
+            weight = caps.get(sample.tenant, 1.0)
+            times = weight == 1.0 or self._random.random() < weight
+            if times and self._passes_left(sample, cycle):
+                drawn.append((not self._is_fresh(serial, sample), sample))
+        self._random.shuffle(drawn)
         if self.config.tenant_share >= 1:
-            drawn.sort(key=lambda sample: id(sample) not in fresh)
-        return deque(drawn)
+            drawn.sort(key=lambda pair: pair[0])
+        return deque(sample for _, sample in drawn)
 
     def rows_left(self, cycle: int) -> int:
         """Return the rows left to train in a cycle, over all passes."""
@@ -296,22 +291,30 @@ class SampleBuffer:
         for serial, window in list(side.windows.items()):
             side.replace(serial, change(window))
 
-    def purge(self, tenant: int | None = None, before: float | None = None) -> Purged:
-        """Remove a tenant's windows, or those captured before a Unix time (s)."""
+    def purge(
+        self, tenant: int | None = None, before: float | None = None
+    ) -> tuple[int, int]:
+        """Remove a tenant's windows, or those captured before a Unix time (s).
+
+        Returns:
+            Number of removed windows, and their rows (tokens).
+        """
         return self._forget("purged", tenant, before)
 
-    def expire(self) -> Purged:
-        """Remove windows older than `max_age_s` from both sides."""
+    def expire(self) -> bool:
+        """Remove windows older than `max_age_s`; return whether there were any."""
         limit = self.config.max_age_s
         if limit is None:
-            return Purged()
-        return self._forget("expired", None, self._clock() - limit)
+            return False
+        return self._forget("expired", None, self._clock() - limit) != (0, 0)
 
     def expired(self, sample: Sample) -> bool:
         limit = self.config.max_age_s
         return limit is not None and sample.captured_unix_s < self._clock() - limit
 
-    def _forget(self, reason: str, tenant: int | None, before: float | None) -> Purged:
+    def _forget(
+        self, reason: str, tenant: int | None, before: float | None
+    ) -> tuple[int, int]:
         samples = tokens = 0
         for name, side in self._sides.items():
             for serial, window in list(side.windows.items()):
@@ -324,7 +327,7 @@ class SampleBuffer:
                 self._drop(name, serial, reason)
                 samples += 1
                 tokens += window.num_tokens
-        return Purged(samples, tokens)
+        return samples, tokens
 
     def _drop(self, name: str, serial: int, reason: str) -> None:
         self.evicted[reason] += self._sides[name].remove(serial).num_tokens
@@ -347,35 +350,6 @@ class SampleBuffer:
             else:
                 self.evicted["duplicate"] += window.num_tokens - left.num_tokens
                 side.replace(serial, left)
-
-
-def weights(samples: Sequence[Sample], config: TrainConfig) -> list[float]:
-    """Return document weights that limit each tenant to `tenant_share`."""
-    masses: Counter[int] = Counter()
-    for sample in samples:
-        masses[sample.tenant] += sample.num_tokens
-    caps = cap_factors(masses, config.tenant_share)
-    return [caps.get(sample.tenant, 1.0) for sample in samples]
-
-
-def draw(
-    samples: Sequence[Sample],
-    weight: Sequence[float],
-    rng: random.Random,
-    max_times: Callable[[Sample], int],
-) -> list[Sample]:
-    """Draw the documents of one pass, shuffled, each at most `max_times`.
-
-    An integer weight is the exact number of repetitions; a fraction is drawn at random.
-    """
-    out: list[Sample] = []
-    for sample, expected in zip(samples, weight, strict=True):
-        times = int(expected)
-        if expected > times and rng.random() < expected - times:
-            times += 1
-        out += [sample] * min(times, max_times(sample))
-    rng.shuffle(out)
-    return out
 
 
 def cap_factors(masses: Mapping[int, float], share: float) -> dict[int, float]:

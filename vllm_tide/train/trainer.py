@@ -353,15 +353,12 @@ class Trainer:
             s for s in self._queue if tenant is not None and s.tenant != tenant
         )
         self._live_scores.keep(())
-        purged = self.buffer.purge(tenant)
-        return {
-            "samples": purged.samples,
-            "tokens": purged.tokens,
-            "open_rows": self.assembler.purge(tenant),
-        }
+        samples, tokens = self.buffer.purge(tenant)
+        open_rows = self.assembler.purge(tenant)
+        return {"samples": samples, "tokens": tokens, "open_rows": open_rows}
 
     def expire(self) -> None:
-        if self.buffer.expire().samples:
+        if self.buffer.expire():
             self._live_scores.keep(())
             self._queue = deque(s for s in self._queue if not self.buffer.expired(s))
 
