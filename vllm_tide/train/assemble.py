@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,16 @@ MAX_BRANCHES = 64
 _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass
-class _Piece:  # committed rows of one record
-    positions: np.ndarray
+class _Piece(NamedTuple):
+    """The first `count` rows of a record: those that are committed."""
+
     record: Record
     count: int
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.record.start + self.count
 
 
 @dataclass
@@ -164,8 +169,7 @@ class Assembler:
         if not drafted:
             return None
         record = pieces[drafted[-1]].record
-        count, first = _num_drafted(record), record.start
-        last = _Piece(np.arange(first, first + count), record, count)
+        first, last = record.start, _Piece(record, _num_drafted(record))
         rows = self._last_rows(key, [*pieces[: drafted[-1]], last], first, context + 1)
         return rows[-1] if rows and rows[-1].start < first else None
 
@@ -173,7 +177,7 @@ class Assembler:
         self, key: int, pieces: list[_Piece], since: int, context: int
     ) -> list[Sample]:
         low, request = since - context, self._open[key]
-        pieces = [piece for piece in pieces if piece.positions[-1] >= low]
+        pieces = [piece for piece in pieces if piece.end > low]
         documents = self._documents(key, request, pieces, since) if pieces else []
         rows = [
             s.window(max(0, low - s.start), s.num_tokens, since)
@@ -205,8 +209,7 @@ class Assembler:
             request.draft_version = record.draft_version
         request.sampled |= record.sampled
         committed = count if record.phase == PREFILL else record.num_accepted + 1
-        positions = np.arange(record.start, record.start + committed)
-        request.pieces.append(_Piece(positions, record, committed))
+        request.pieces.append(_Piece(record, committed))
         request.num_rows += count
         request.end = max(request.end, record.start + committed)
         request.verify_steps += _num_drafted(record) > 0
@@ -252,8 +255,7 @@ class Assembler:
 
     def _cut(self, key: int, request: _Open) -> list[Sample]:
         out = self._build(key, request)
-        last = request.pieces[-1]
-        end = int(last.positions[-1]) + 1
+        end = request.pieces[-1].end
         context: list[_Piece] = []
         rows = 0
         for piece in reversed(request.pieces):
@@ -285,7 +287,7 @@ class Assembler:
         self, key: int, request: _Open, pieces: list[_Piece], loss_from: int
     ) -> list[Sample]:
         """Build one document per run of consecutive positions."""
-        written = np.concatenate([p.positions for p in pieces])
+        written = np.concatenate([np.arange(p.record.start, p.end) for p in pieces])
         positions, rows = _last_write(written)
         tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
         features = torch.cat(

@@ -85,11 +85,6 @@ class ShardedStep(TrainStep):
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, GRAD_CLIP)
         return float(_unsharded(norm))
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded master weights one by one; every rank must iterate."""
-        for name, value in self.draft.named_tensors().items():
-            yield name, _unsharded(value.detach())
-
 
 def _unsharded(value: Any) -> Any:
     """Gather a tensor if it is a shard (DTensor)."""
@@ -157,7 +152,10 @@ def split_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     requests than ranks some shares are empty.
     """
     requests = by_request(samples)
-    rows = {key: sum(map(_num_rows, group)) for key, group in requests.items()}
+    rows = {
+        key: sum(sample.num_tokens + num_branch_rows(sample) for sample in group)
+        for key, group in requests.items()
+    }
     shares: list[list[Sample]] = [[] for _ in range(size)]
     loads = [0] * size
     for key in sorted(requests, key=lambda key: -rows[key]):
@@ -165,10 +163,6 @@ def split_documents(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
         shares[least] += requests[key]
         loads[least] += rows[key]
     return shares
-
-
-def _num_rows(sample: Sample) -> int:
-    return sample.num_tokens + num_branch_rows(sample)
 
 
 COMMANDS = "heartbeat", "take_weights", "train", "gather_weights", "write", "read"
@@ -231,9 +225,10 @@ class Member:
     def gather_weights(self, _: Tensors) -> None:
         """Copy the trained weights to the leader's draft."""
         mine = self.draft.named_tensors()
-        for name, value in self.step.gathered():
+        for name, value in self.step.draft.named_tensors().items():
+            whole = _unsharded(value)
             if self.ranks.is_leader:
-                mine[name].copy_(value)
+                mine[name].copy_(whole)
 
     def write(self, _: Tensors, path: str) -> OSError | None:
         """Write this rank's shards; an error of one rank is returned on all."""

@@ -36,7 +36,7 @@ from vllm_tide.train.loss_terms import (
     Outcomes,
     combine,
 )
-from vllm_tide.train.packing import LossRows
+from vllm_tide.train.packing import Batch, LossRows, PackedBatch
 from vllm_tide.train.sample import TopK
 
 CHUNK_BYTES = 2 << 20  # fp32 logits of one chunk; larger ones are paged in each time
@@ -100,9 +100,7 @@ class LossSums:
     (numerators, for reports). Every rank reduces both, with or without rows.
 
     Args:
-        rows: None: this rank has no rows.
-        keys: Request of each document.
-        num_tokens: Rows of the batch.
+        batch: None: this rank has no row to train.
     """
 
     def __init__(
@@ -111,18 +109,18 @@ class LossSums:
         num_steps: int,
         decay: float,
         reduce: Reduce | None,
-        rows: LossRows | None,
-        keys: Sequence[int],
-        num_tokens: int,
+        packed: PackedBatch | None,
+        batch: Batch | None,
     ) -> None:
         self._mix, self._num_steps, self._decay = mix, num_steps, decay
         self._reduce = reduce
         kinds = [_KINDS.get(name, 0) for name in mix.names]
         self._step = torch.zeros(0, dtype=torch.int64)
         by_kind = torch.zeros(NUM_KINDS, 0, dtype=torch.float64)
-        counts = [1, num_tokens, 0, 0]
-        if rows is not None:
-            by_kind, self._step = request_weights(rows, keys), rows.step
+        counts = [1, 0 if packed is None else packed.num_rows, 0, 0]
+        if packed is not None and batch is not None:
+            rows = batch.loss
+            by_kind, self._step = request_weights(rows, packed.keys), rows.step
             counts[2:] = rows.step.numel(), rows.step.numel() - rows.num_committed
         self._by_term = by_kind[kinds]
         sums = torch.cat([self._by_step(by_kind).flatten(), torch.tensor(counts)])

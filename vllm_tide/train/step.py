@@ -173,15 +173,8 @@ class TrainStep:
         if batch is None and self.reduce is None:
             return None
         draft, config = self.draft, self.config
-        sums = LossSums(
-            self.mix,
-            config.ttt_steps,
-            draft.step_decay,
-            self.reduce,
-            None if batch is None else batch.loss,
-            [] if packed is None else packed.keys,
-            0 if packed is None else packed.num_rows,
-        )
+        decay, num_steps = draft.step_decay, config.ttt_steps
+        sums = LossSums(self.mix, num_steps, decay, self.reduce, packed, batch)
         if sums.is_empty:
             return None
         w = draft.compute_weights(self.dtype)
@@ -191,7 +184,7 @@ class TrainStep:
         batch, weights = on_device((batch, sums.weights.to(wide)), self.device)
         outputs = torch.cat(
             draft.forward_steps(
-                batch.rows, w, depth=config.ttt_steps, attention=config.attention
+                batch.rows, w, depth=num_steps, attention=config.attention
             )
         )
         total, values = fused_lm_head_loss(
