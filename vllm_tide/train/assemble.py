@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ MAX_BRANCHES = 64
 _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True)
+class _Piece:
     """The first `count` rows of a record: those that are committed."""
 
     record: Record
