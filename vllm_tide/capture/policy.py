@@ -216,17 +216,17 @@ class RowBudget:
         running = np.flatnonzero(slots >= FIRST_SLOT)
         rows = counts[running]
         size = int(self.size(rows).sum())
-        some: list[int] = []
+        pending: list[int] = []
         if self._has_space(size):
             self._used += size
             self._rows[slots[running]] += rows
         else:
-            some = running.tolist()
+            pending = running.tolist()
         if len(running) < len(slots):
-            some += np.flatnonzero(slots == NEW).tolist()
-        for i in some:
+            pending += np.flatnonzero(slots == NEW).tolist()
+        for i in pending:
             self._take(tickets[i], int(counts[i]), int(prompts[i]))
-        return _slots_of(tickets) if some else slots
+        return _slots_of(tickets) if pending else slots
 
     def size(self, count: Any) -> Any:
         """Return an upper bound of the bytes of a request's rows in the ring."""
