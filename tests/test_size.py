@@ -20,21 +20,21 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_192,
     "capture": 1_194,
-    "cli": 1_536,
+    "cli": 1_605,
     "control": 2_031,
     "dashboards": 69,
-    "deploy": 2_471,
+    "deploy": 2_387,
     "doctor": 923,
-    "draft": 3_731,
-    "engine": 6_786,
+    "draft": 3_574,
+    "engine": 6_719,
     "examples": 1,
     "kernels": 1_490,
     "memory": 292,
     "plan": 608,
-    "sidecar": 841,
-    "top": 710,
-    "train": 4_636,
-    "transport": 6_404,
+    "sidecar": 827,
+    "top": 713,
+    "train": 4_389,
+    "transport": 5_489,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20
@@ -42,17 +42,16 @@ MAX_ATTRIBUTES = 20
 EXCEPTIONS = {
     "capture.step.Step": 32,
     "config.TrainConfig": 22,
-    "deploy.deployment.Deployment": 25,
-    "deploy.fast_draft.FastDraft": 24,
+    "deploy.deployment.Deployment": 21,
+    "deploy.fast_draft.FastDraft": 23,
     "engine.control_v1.ControlV1": 31,
     "engine.control_v2.ControlV2": 26,
     "engine.worker.WorkerTide": 27,
-    "sidecar.loop.Sidecar": 26,
-    "sidecar.report.TrainerStatus": 37,
-    "train.trainer.Trainer": 35,
-    "transport.feed_spool.SpoolFeed": 25,
+    "sidecar.loop.Sidecar": 24,
+    "sidecar.report.TrainerStatus": 35,
+    "train.trainer.Trainer": 34,
     "transport.record.Record": 21,
-    "transport.rendezvous.EngineManifest": 24,
+    "transport.rendezvous.EngineManifest": 22,
 }
 KNOBS = 51
 CONTROL_CONSTANTS = 41
