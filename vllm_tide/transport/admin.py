@@ -219,7 +219,7 @@ def send_to_all(
                 answer = json.loads(client.makefile("rb").readline())
                 answers[name] = answer | {}  # an object
             except TimeoutError:
-                text = f"has not answered in {round(timeout_s, 1):g} s; is its process "
+                text = f"has not answered in {timeout_s:.1f} s; is its process "
                 text += "stopped? Increase --timeout if its steps are long"
                 answers[name] = {"ok": False, "error": text}
             except (OSError, RecursionError, TypeError, ValueError) as fault:
