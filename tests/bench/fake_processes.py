@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from bench.harness.arm import WARM_UP_PROMPTS
 from bench.harness.server import ENDINGS
 from tests.bench.test_server import fake_venv
-from vllm_tide.transport.process import start_time
 
 # In `argv[2]`, the target: a file by process, named after its pid; `requests`, a line
 # for each one; `fails`, a JSON object of arms to how; `hangs`, if no request ends.
@@ -138,7 +139,14 @@ def what_ran(target: Path) -> list[tuple[str, str, dict[str, str]]]:
 def running(target: Path) -> dict[str, int]:
     """Return live processes of servers and trainers."""
     pids = {path.read_text(): int(path.stem) for path in target.glob("*.pid")}
-    return {name: pid for name, pid in pids.items() if start_time(pid) is not None}
+    return {name: pid for name, pid in pids.items() if _runs(pid)}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until(reached: Callable[[], object]) -> None:

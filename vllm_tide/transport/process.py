@@ -1,4 +1,4 @@
-"""Setup of trainer and relay processes, heartbeats, and the identity of a process."""
+"""Setup of trainer and relay processes, and heartbeats."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 HEARTBEAT_TIMEOUT_NS = 10 * 10**9
 """A trainer with a last heartbeat older than this (10 s) does not read the ring."""
@@ -25,21 +23,6 @@ _BOOT_UNIX = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 def steady_unix() -> float:
     """Return the Unix time (s), unaffected by clock steps since process start."""
     return _BOOT_UNIX + time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def start_time(pid: int) -> int | None:
-    """Return a process's start in ticks since boot; None if it is dead or a zombie.
-
-    Raises:
-        OSError: It cannot be determined, for example without free descriptors.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may contain spaces and parentheses.
-            fields = file.read().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
-        return None
 
 
 def disable_core_dumps() -> None:
@@ -102,41 +85,6 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@lru_cache(maxsize=1)
-def pid_namespace() -> int:
-    """Return the inode of this process's pid namespace; 0 if it is unknown."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-class Holder(NamedTuple):
-    """A process as identified in a spool.
-
-    Args:
-        pid: Process id in its pid namespace.
-        start: Start time (clock ticks since boot).
-    """
-
-    pid: int
-    start: int
-    namespace: int
-
-    @classmethod
-    def current(cls) -> Holder:
-        return cls(os.getpid(), start_time(os.getpid()) or 0, pid_namespace())
-
-    def alive(self) -> bool | None:
-        """Return whether the process is alive; None if its pid cannot be checked."""
-        if self.namespace != pid_namespace():
-            return None
-        try:
-            return self.pid > 0 and start_time(self.pid) == self.start
-        except OSError:
-            return None
 
 
 def heartbeat_is_fresh(heartbeat_ns: int) -> bool:
