@@ -160,7 +160,7 @@ async def lost_version(scene):
     engine, latest = scene.engine(), (scene.manifest().weights, 0)
     engine.send_signal(signal.SIGSTOP)
     try:
-        served = memory.word(*latest)
+        served = memory.read_atomic(*latest)
         path = order(scene.run_dir, AGAIN, 0)
         await scene.until("a publication", lambda _: not path.exists())
         memory.write_atomic(*latest, served)
