@@ -302,11 +302,10 @@ class TestTimeConfig(_Section):
 
     __test__ = False  # not a pytest class
 
-    memory: Annotated[Literal["auto", "off", "ngram"], _YAML_OFF] = Field(
-        "auto",
+    memory: Annotated[Literal["off", "ngram"], _YAML_OFF] = Field(
+        "off",
         description="Draft from the request's own text where its acceptance is higher: "
-        "`ngram` is prompt lookup of the last tokens (greedy drafts); `auto` is "
-        "`ngram` on Model Runner V1 with control and without `adapt`.",
+        "`ngram` is prompt lookup of the last tokens (greedy drafts).",
     )
     adapt: Annotated[Literal["off", "shared", "exact"], _YAML_OFF] = Field(
         "off",
