@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_192,
+    ".": 2_191,
     "capture": 1_194,
     "cli": 1_605,
     "control": 2_031,
@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_387,
     "doctor": 923,
     "draft": 3_574,
-    "engine": 6_719,
+    "engine": 6_736,
     "examples": 1,
     "kernels": 1_490,
     "memory": 292,
@@ -34,7 +34,7 @@ LINES = {
     "sidecar": 827,
     "top": 713,
     "train": 4_389,
-    "transport": 5_489,
+    "transport": 5_437,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

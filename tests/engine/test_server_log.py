@@ -23,11 +23,36 @@ def test_a_start_notes_knobs_without_effect(caplog):
     assert "run directory /run/x; policy 'adaspec', up to 3 draft tokens" in where
 
 
+def drafting(steps, **off):
+    return {"steps": steps, "steps_without_drafts": off}
+
+
+def test_disabled_drafting_is_logged_once_with_its_reason(caplog):
+    caplog.set_level(logging.INFO, logger="vllm.tide")
+    log = ServerLog()
+    log.report(drafting(100), 0.0)  # drafts: no line
+    log.report(drafting(150, no_gain=49, check=1), 10.0)
+    log.report(drafting(250, no_gain=149, check=1), 20.0)
+    log.report(drafting(350, no_gain=150, check=1), 21.0)  # too soon
+    log.report(drafting(450, no_gain=155, check=1), 30.0)
+    log.report(drafting(460, no_gain=165, check=1), 50.0)  # too few steps
+    log.report(drafting(5, slo=5), 60.0)  # control restarted
+    log.report(drafting(105, slo=100), 70.0)
+    messages = logged(caplog)
+    assert len(messages) == 3
+    assert messages[0] == (
+        "vllm_tide: drafting is off (no_gain in 98% of 50 steps): no draft length is "
+        "predicted to be faster (tide.control.min_gain)."
+    )
+    assert messages[1] == "vllm_tide: drafting is on again (200 steps)."
+    assert "off (slo in 95% of 105 steps): drafting is predicted to exc" in messages[2]
+
+
 def test_an_invalid_request_argument_is_logged_once_without_its_text(caplog):
     log = ServerLog()
     for count in (0, 1, 5):
         dropped = {"unknown_key": count, "malformed_opt_out": count, "salted": count}
-        log.report({"dropped": dropped, "malformed_limits": count})
+        log.report({"dropped": dropped, "malformed_limits": count}, 0.0)
     messages = logged(caplog)
     assert len(messages) == 3
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     )
 
 
+_PERIOD_S = 10.0
+_FEWEST_STEPS = 20  # per evaluation of whether drafting is off
+_OFF, _ON = 0.9, 0.5  # share of steps without drafts
+_WHY = {
+    "no_gain": "no draft length is predicted to be faster (tide.control.min_gain)",
+    "slo": "drafting is predicted to exceed a TPOT limit",
+}
 # Errors in requests, by reason of dropped rows and of malformed limits.
 _ARGUMENTS = {
     "unknown_key": f"a tide_ key is not one of {', '.join(ARGUMENTS)}; such "
@@ -60,6 +68,9 @@ class ServerLog:
 
     def __init__(self) -> None:
         self._collecting = True
+        self._next = 0.0
+        self._steps, self._off = 0, Counter[str]()
+        self._why = ""
         self._noted: set[str] = set()
 
     def collect(self, collecting: bool) -> None:
@@ -71,8 +82,8 @@ class ServerLog:
                 "rows again" if collecting else "no rows: it is paused",
             )
 
-    def report(self, report: Mapping[str, Any]) -> None:
-        """Log the first error of each kind in requests."""
+    def report(self, report: Mapping[str, Any], now: float) -> None:
+        """Log changes in a report: errors in requests, drafting on or off."""
         malformed = {"malformed_limits": report.get("malformed_limits", 0)}
         for reason, count in {**report.get("dropped", {}), **malformed}.items():
             if count and reason in _ARGUMENTS and reason not in self._noted:
@@ -82,13 +93,39 @@ class ServerLog:
                     _ARGUMENTS[reason],
                     reason,
                 )
+        if "steps" in report and now >= self._next:
+            self._drafting(report["steps"], report["steps_without_drafts"], now)
+
+    def _drafting(self, steps: int, without: Mapping[str, int], now: float) -> None:
+        if steps < self._steps:  # control was restarted
+            self._steps, self._off = 0, Counter()
+        grown = steps - self._steps
+        if grown < _FEWEST_STEPS:
+            return
+        off = {reason: without.get(reason, 0) - self._off[reason] for reason in _WHY}
+        self._next, self._steps = now + _PERIOD_S, steps
+        self._off = Counter(without)
+        reason, share = max(off, key=lambda name: off[name]), sum(off.values()) / grown
+        why = "" if share <= _ON else reason if share >= _OFF else self._why
+        if why == self._why:
+            return
+        self._why = why
+        if not why:
+            logger.info("vllm_tide: drafting is on again (%d steps).", grown)
+            return
+        logger.info(
+            "vllm_tide: drafting is off (%s in %.0f%% of %d steps): %s.",
+            why,
+            100 * off[why] / grown,
+            grown,
+            _WHY[why],
+        )
 
 
 _EVENT = re.compile(r" INFO event=(\w+) (.*)$")
 _CYCLE = re.compile(r"cycle=(\d+) .*\breason=(.*)$")
 _REPEATED = ("publish", "unpublished", "keep", "rollback", "refused", "purge", "shift")
 _MOST_BYTES = 1 << 20
-_PERIOD_S = 10.0
 
 
 class TrainerLog:

@@ -415,7 +415,7 @@ class WorkerTide(Generic[C]):
                 "refused": dict(swapper.stager.refused),
             }
             swapper.seconds = []
-        self._reports.run("log", self._server_log.report, report)
+        self._reports.run("log", self._server_log.report, report, now)
         return cast(dict[str, Any], to_builtins(report))
 
     def _faults(self) -> Counter[str]:
