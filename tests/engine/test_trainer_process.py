@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -129,13 +130,24 @@ def test_a_hanging_process_is_killed_and_started_again(tmp_path, sidecar, monkey
 def test_a_hanging_process_dumps_its_stacks_before_it_is_killed(
     tmp_path, sidecar, monkeypatch
 ):
-    monkeypatch.setattr(trainer_process, "HUNG_S", 1.0)  # a loaded machine starts it
-    tells = "trap 'echo here' USR1; while :; do sleep 0.01; done"
-    polls = iter([True])
-    one = sidecar(tells, reads=lambda: next(polls, False))
+    monkeypatch.setattr(trainer_process, "HUNG_S", 0.05)  # one poll
+    log = tmp_path / "trainer-e1.log"
+    tells = "trap 'echo here' USR1\n" + 'echo "$$ " >> "$0.started"\n'
+    tells += "while :; do sleep 0.01; done"
+    polls = count()
+
+    def reads():
+        number = next(polls)
+        if number == 0:
+            until(lambda: started(tmp_path))
+        elif number == 2:  # before the kill, however slow the machine is
+            until(log.read_text)
+        return number == 0
+
+    one = sidecar(tells, reads=reads)
     one.start()
     until(lambda: one._deaths)
-    assert (tmp_path / "trainer-e1.log").read_text() == "here\n"
+    assert log.read_text() == "here\n"
 
 
 def test_a_process_that_has_not_read_yet_is_left_alone(tmp_path, sidecar, monkeypatch):
