@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_191,
     "capture": 1_194,
-    "cli": 1_605,
+    "cli": 1_613,
     "control": 2_031,
     "dashboards": 69,
     "deploy": 2_387,
@@ -34,7 +34,7 @@ LINES = {
     "sidecar": 827,
     "top": 713,
     "train": 4_389,
-    "transport": 5_437,
+    "transport": 5_446,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

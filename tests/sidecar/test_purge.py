@@ -219,6 +219,26 @@ def test_a_trainer_is_asked_again_after_the_spool_was_purged(tmp_path, store, ca
     assert "spool: removed 1 shards" in out and "spool: removed 2 shards" in out
 
 
+def test_a_wrong_spool_is_refused_before_anything_is_removed(tmp_path, capsys):
+    asked, typo = [], tmp_path / "typo"
+    with Trainer(tmp_path, purged=lambda tenant: asked.append(tenant) or {}):
+        assert call(tmp_path, "--all", "--spool", str(typo)) == EXIT_ERROR
+    assert f"there is no spool at {typo}" in capsys.readouterr().err
+    assert not asked and not typo.exists()
+
+
+def test_the_removals_before_a_failure_of_the_spool_are_printed(
+    tmp_path, store, capsys, monkeypatch
+):
+    writer_of(store, [replace(make_record(SPEC, 7), tenant=7)]).flush()
+    monkeypatch.setattr(Store, "remove", lambda store, *names: list(names))
+    with Trainer(tmp_path, purged=lambda tenant: {"rows": 3}):
+        assert call(tmp_path, "--all", "--spool", store.url) == EXIT_NO
+    out, err = capsys.readouterr()
+    assert "removed 3 rows" in out and "spool: removed" not in out
+    assert "spool: 1 of 1 shards could not be removed" in err
+
+
 def test_without_a_trainer_nothing_was_removed(tmp_path, capsys):
     assert call(tmp_path, "--all", "--json", "--timeout", "0.05") == EXIT_NO
     out, err = capsys.readouterr()

@@ -344,7 +344,7 @@ def test_permanent_errors_are_reported_at_once(
         ((tmp_path / "none",), "no live engine"),
         ((run_dir,), "tide.spool.url"),
         ((run_dir, "--spool", "nosuch://x"), "Protocol not known"),
-        ((run_dir, "--spool", disk.url), "already the trainer"),
+        ((run_dir, "--spool", disk.url), "already the reader"),
     ):
         assert relay_command(*argv) == (1 if sentence == "no live engine" else 2)
         assert sentence in capsys.readouterr().err

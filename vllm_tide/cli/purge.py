@@ -42,7 +42,7 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
         raise TransportError(
             "purge: no data selected; give --tenant NAME, --tenant-id HEX, or --all"
         )
-    store = None if args.spool is None else Store(args.spool)
+    store = None if args.spool is None else Store(args.spool, create=False)
     tenant = _tenant(args, run_dir, store)
     scope = "everything" if tenant is None else f"tenant {tenant:016x}"
     lines = [f"purge of {scope}"]
@@ -50,8 +50,11 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
     removed = 0
     missing = _purge_holders(run_dir, tenant, args, counts)
     if store is not None:
-        removed = purge_shards(engine_folders(store), tenant)
-        lines.append(f"spool: removed {removed} shards")
+        try:
+            removed = purge_shards(engine_folders(store), tenant)
+            lines.append(f"spool: removed {removed} shards")
+        except TransportError as error:
+            missing = missing or f"spool: {error}"
         if not missing and any(name.startswith("trainer") for name in counts):
             missing = _purge_holders(run_dir, tenant, args, counts)
     for holder, removals in sorted(counts.items()):

@@ -134,6 +134,11 @@ def _why_no_trainer(run_dir: Path) -> str:
             f"no trainer is running in {run_dir}, and no engine: give the server's run "
             "directory (--run-dir)"
         )
+    if any(map(is_spooled, engines)):
+        return (
+            f"no trainer answers in {run_dir}: its server has a relay (relay-*.log), "
+            "and the trainer runs where `vllm-tide train --spool` was started"
+        )
     if any(map(_starts_trainer, engines)):
         return (
             f"no trainer answers in {run_dir}: it may be starting, see its "

@@ -362,7 +362,7 @@ class RingReader:
             capacity = segment.header.size_bytes - DATA_AT
             if capacity < LINE_BYTES or capacity % LINE_BYTES:
                 raise ValueError(f"{capacity} bytes, no positive multiple of 64")
-            segment.claim(Atomic.CONSUMER, "trainer")
+            segment.claim(Atomic.CONSUMER, "reader")
         except (ValueError, TypeError, KeyError) as error:
             segment.close()
             raise TransportError(f"segment {name} is not a ring: {error}") from error

@@ -91,13 +91,17 @@ class Store:
     Attributes:
         url: For messages, without credentials.
 
+    Args:
+        create: Whether a missing directory is created.
+
     Raises:
-        TransportError: The URL is invalid, or the package of its protocol is missing.
+        TransportError: The URL is invalid, or the package of its protocol is missing;
+            without `create`, there is no spool.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, create: bool = True) -> None:
         self.url = without_credentials(url)
-        self._full_url = url
+        self._full_url, self._create = url, create
         self._fs: Any = None
         self._root, self._local = "", False
         with contextlib.suppress(StoreError):  # each access tries again
@@ -197,6 +201,11 @@ class Store:
             except (ImportError, ValueError) as error:
                 raise TransportError(self._message("opened", error)) from error
             self._local = isinstance(fs, LocalFileSystem)
+            if not (self._create or fs.isdir(self._root)):
+                raise TransportError(
+                    f"--spool: there is no spool at {self.url}; give the server's "
+                    "tide.spool.url"
+                )
             if self._local:
                 make_private(Path(self._root))
                 if os.stat(self._root).st_mode & 0o007:

@@ -263,7 +263,7 @@ class WeightsWriter:
         """
         segment = _attach(name)
         try:
-            segment.claim(_Atomic.WRITER, "trainer")
+            segment.claim(_Atomic.WRITER, "writer")
         except TransportError:
             segment.close()
             raise
