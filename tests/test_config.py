@@ -109,6 +109,16 @@ def test_a_knob_without_effect_is_noted(section, keys, note, capsys):
     assert line.startswith("note: ") and note in line and "b@c" not in line
 
 
+@pytest.mark.parametrize(
+    ("url", "hint"), [("s4://u:secret@b", "'s3'"), ("nonsense://u:secret@b", "fsspec")]
+)
+def test_a_spool_of_an_unknown_protocol_is_refused(url, hint, capsys):
+    assert main(["config", "check", json.dumps({"tide": {"spool": {"url": url}}})]) == 2
+    error = capsys.readouterr().err
+    assert "tide.spool.url: must be a directory or a URL of fsspec" in error
+    assert hint in error and "secret" not in error
+
+
 @pytest.mark.parametrize("preset", ["full", "observe", "control", "learn"])
 def test_a_preset_alone_is_not_noted(preset):
     assert list(notes(parse_tide({"preset": preset}))) == []

@@ -63,6 +63,17 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub("", text)
 
 
+def _storage(url: str) -> str:
+    from fsspec.registry import available_protocols  # type: ignore[import-untyped]
+
+    protocol = url.partition("://")[0].partition("::")[0] if "://" in url else "file"
+    if protocol not in available_protocols():
+        near = difflib.get_close_matches(protocol, available_protocols(), 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "see fsspec's list"
+        raise ValueError(f"must be a directory or a URL of fsspec; {hint}")
+    return url
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False
@@ -249,7 +260,10 @@ class SpoolConfig(_Section):
     """Exchange of records and drafts through storage, between two hosts."""
 
     # Printed, dumped and written to manifests without credentials.
-    url: Annotated[str, PlainSerializer(without_credentials)] | None = Field(
+    url: (
+        Annotated[str, AfterValidator(_storage), PlainSerializer(without_credentials)]
+        | None
+    ) = Field(
         None,
         repr=False,
         description="Directory or fsspec URL shared by both hosts, with credentials in "
@@ -302,10 +316,11 @@ class TestTimeConfig(_Section):
 
     __test__ = False  # not a pytest class
 
-    memory: Annotated[Literal["off", "ngram"], _YAML_OFF] = Field(
-        "off",
+    memory: Annotated[Literal["auto", "off", "ngram"], _YAML_OFF] = Field(
+        "auto",
         description="Draft from the request's own text where its acceptance is higher: "
-        "`ngram` is prompt lookup of the last tokens (greedy drafts).",
+        "`ngram` is prompt lookup of the last tokens (greedy drafts); `auto` is "
+        "`ngram` on Model Runner V1 with control and without `adapt`.",
     )
     adapt: Annotated[Literal["off", "shared", "exact"], _YAML_OFF] = Field(
         "off",
@@ -418,7 +433,9 @@ def explained(error: ValidationError, model: Any) -> Iterator[str]:
         facts = one.get("ctx", {})
         facts["pattern_text"] = _PATTERNS.get(facts.get("pattern", ""))
         text = _MESSAGES.get(one["type"], "{msg}").format(msg=one["msg"], **facts)
-        message = f"{text}, got {shown(one.get('input'))}."
+        given = shown(one.get("input"))
+        given = without_credentials(given) if knob == "tide.spool.url" else given
+        message = f"{text}, got {given}."
         if one["type"] == "missing":
             message = "missing."
         if one["type"] == "extra_forbidden" or len(loc) < len(one["loc"]):

@@ -217,7 +217,7 @@ def settle(config: Mapping[str, Any]) -> dict[str, Any]:
     section: dict[str, Any] = config["tide"]
     tide = parse_tide(section)
     errors, excluded = [], []
-    if tide.test_time.memory != "off":
+    if tide.test_time.memory == "ngram":
         method = config.get("draft_sample_method") or "greedy"
         if method != "greedy":
             errors.append(_NO_PROBABILITY.format(method))
@@ -297,7 +297,7 @@ def notes(
                 yield f"tide.{section}.{knob}: has no effect: {why}."
     if tide.capture.enabled and not tide.capture.sample_rate:
         yield "tide.capture.sample_rate: 0 captures no request, so nothing is trained."
-    if tide.preset == "observe" and tide.test_time.memory != "off":
+    if tide.preset == "observe" and tide.test_time.memory == "ngram":
         yield (
             "tide.test_time.memory: drafts from the requests' own text although "
             "tide.preset is 'observe'."

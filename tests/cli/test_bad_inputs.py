@@ -101,6 +101,7 @@ CASES = [
     (["purge", "--all", "--timeout", "nan"], 2, "--timeout: 'nan' is not a time"),
     (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is not a hexade"),
     (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
+    (["train", "--spool", "DIR/open"], 2, "DIR/open is accessible to all users and"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
     (["train", "--model", "DIR/x"], 2, "error: --model: applies only to engines of a"),
@@ -138,6 +139,7 @@ def test_a_bad_input_gives_one_line(case, tmp_path):
     argv, status, part = case
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "open").mkdir(mode=0o755)
     code, lines = answered(argv, tmp_path)
     assert (code, argv) == (status, argv), lines
     assert part.replace("DIR", str(tmp_path)) in "\n".join(lines)

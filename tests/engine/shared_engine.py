@@ -25,11 +25,12 @@ CURVES = [[[1, 0.3], [4, 0.3]], [[1, 10.0], [64, 10.5]]]
 STATIC = {"control": {"policy": "static"}}
 OFF = {"capture": {"enabled": False}, "swap": {"enabled": False}}
 MEMORY = {"test_time": {"memory": "ngram"}}
+NO_MEMORY = {"test_time": {"memory": "off"}}
 
 
 def topk(policy: str) -> dict[str, Any]:
     teacher = {"teacher": "topk", "teacher_topk": 8}
-    return {"capture": teacher, "control": {"policy": policy}}
+    return {"capture": teacher, "control": {"policy": policy}} | NO_MEMORY
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "v1-dflash": {
         "runner": "v1",
-        "tide": {"control": {"policy": "adaspec"}},
+        "tide": NO_MEMORY | {"control": {"policy": "adaspec"}},
         "steered": True,
         "most": 4,
         "method": "dflash",

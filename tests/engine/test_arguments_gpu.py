@@ -197,6 +197,31 @@ def test_a_mixture_of_experts_on_several_ranks_disables_control(heard):
     assert (control.policy, control.min_gain) == ("static", 0.1)
 
 
+@pytest.mark.parametrize(
+    ("section", "v2", "sampling", "memory"),
+    [
+        ({}, False, "greedy", "ngram"),
+        ({"test_time": {"stride": 8}}, False, "greedy", "ngram"),
+        ({}, False, "probabilistic", "off"),
+        ({}, True, "greedy", "off"),
+        ({"control": {"policy": "static"}}, False, "greedy", "off"),
+        ({"preset": "observe"}, False, "greedy", "off"),
+        ({"test_time": {"adapt": "shared"}}, False, "greedy", "off"),
+        ({"test_time": {"memory": "off"}}, False, "greedy", "off"),
+    ],
+)
+def test_the_memory_is_on_by_default_on_model_runner_v1(section, v2, sampling, memory):
+    from vllm_tide.engine.arguments import check_engine_config
+
+    config = engine_on("cpu", tide=section, draft_sample_method=sampling)
+    config.use_v2_model_runner = v2
+    config.scheduler_config.async_scheduling = False
+    check_engine_config(config)
+    settled = parse_tide(config.speculative_config.tide).test_time
+    assert settled.memory == memory
+    assert settled.stride == section.get("test_time", {}).get("stride")
+
+
 def resolved(speculative: dict[str, Any], target, **change: Any) -> Any:
     """Return the configuration of every process on a GPU, from what a user wrote."""
     from vllm_tide.engine.arguments import check_engine_config, check_speculative_config
@@ -213,7 +238,8 @@ def resolved(speculative: dict[str, Any], target, **change: Any) -> Any:
 def test_defaults_on_a_gpu_enable_everything(gpu, target, draft, heard):
     engine = resolved({"model": draft, "tide": {}}, target)
     tide = parse_tide(engine.speculative_config.tide)
-    assert tide == TideConfig() and tide.control.policy == "adaspec"
+    memory_off = TideConfig.model_validate({"test_time": {"memory": "off"}})
+    assert tide == memory_off and tide.control.policy == "adaspec"
     assert tide.train.autostart and tide.capture.enabled and tide.deploy.canary
     assert engine.speculative_config.enable_adaptive_verification is True
     assert heard == []

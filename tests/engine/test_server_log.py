@@ -77,11 +77,14 @@ def test_the_trainers_decisions_are_logged(caplog, tmp_path):
     with path.open("a") as file:
         file.write(" a line\nx INFO event=publish version=1 gain=0.2\n")
         file.write("x INFO event=joined engine=e\n")
+        file.write("x vllm_tide.relay ERROR engine e: the spool is full\n")
+        file.write("x vllm_tide.relay INFO engine e: relay to /spool\n")
     log.repeat_new(2.0)
     path.write_text(CYCLE.format(3))  # it was truncated
     log.repeat_new(12.0)
     assert logged(caplog) == [
         "vllm_tide: trainer, cycle 1: gain +0.00 +- 0.01; gain below min_gain 0.01",
         "vllm_tide: trainer, publish: version=1 gain=0.2",
+        "vllm_tide: relay, engine e: the spool is full",
         "vllm_tide: trainer, cycle 3: gain +0.00 +- 0.01; gain below min_gain 0.01",
     ]

@@ -163,14 +163,16 @@ def _find(
         logger.info("waiting for an engine in %s", place)
     while not len(feeds):
         if not args.wait and not (feeds.opening and time.monotonic() < until):
-            why = "; ".join(feeds.refused.values())
+            why = "; ".join(feeds.problems)
             feeds.close()
-            which = f"engine {args.engine!r}" if args.engine else "engine"
-            none = f"no live {which} in {place}: start the server with a "
-            hint = "tide section, or give --run-dir, or --wait"
             if why:
                 raise TransportError(why)
-            raise NotRunningError(none + hint)
+            which = f"engine {args.engine!r}" if args.engine else "engine"
+            section = "tide section" if spool is None else "tide.spool.url"
+            raise NotRunningError(
+                f"no live {which} in {place}: start the server with a {section}, or "
+                "give --run-dir, or --wait"
+            )
         if ranks is not None and time.monotonic() - last_heartbeat >= HEARTBEAT_S:
             send_heartbeat(ranks)
             last_heartbeat = time.monotonic()

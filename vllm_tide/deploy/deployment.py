@@ -265,7 +265,8 @@ class Deployment:
             if not has_weights(stored.master, live):
                 return stored.version, stored.master
         raise TransportError(
-            f"no draft before version {version} is known: nothing was rolled back"
+            f"no draft before version {version} is known, as a restarted trainer knows "
+            "only those in tide.train.state_dir: nothing was rolled back"
             if version
             else "no draft has been published: there is nothing to roll back"
         )

@@ -218,9 +218,29 @@ def check_engine_config(vllm_config: Any) -> None:
             "to 'static'."
         )
         speculative.tide = without_control(speculative.tide, error)
+    speculative.tide = _settle_memory(speculative.tide, vllm_config)
     if vllm_config.device_config.device_type != "cpu":
         switch_adaptive_on(vllm_config, logger)
         _capture_every_length(vllm_config)
+
+
+def _settle_memory(section: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
+    """Return the section with `test_time.memory` on or off.
+
+    By default it is off on Model Runner V2, where its cost on a GPU has not been
+    measured, and with `test_time.adapt`, which gains less with it.
+    """
+    tide = parse_tide(section)
+    if tide.test_time.memory != "auto":
+        return section
+    useful = (
+        tide.control.policy != "static"
+        and tide.test_time.adapt == "off"
+        and not vllm_config.use_v2_model_runner
+        and vllm_config.speculative_config.draft_sample_method == "greedy"
+    )
+    memory = "ngram" if useful else "off"
+    return {**section, "test_time": {**section.get("test_time", {}), "memory": memory}}
 
 
 def _moe_ranks(vllm_config: Any) -> bool:
@@ -277,7 +297,7 @@ def _of_engine(config: Any, tide: TideConfig) -> Iterator[str]:
             "--nnodes: tide's segments are shared memory of one host; run one server "
             "per host, or remove the tide section."
         )
-    if moe_ranks and tide.test_time.memory != "off":
+    if moe_ranks and tide.test_time.memory == "ngram":
         yield (
             "tide.test_time.memory: one rank may skip the draft, but a mixture of "
             "experts with --data-parallel-size above 1 needs equal passes on all "

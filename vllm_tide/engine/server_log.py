@@ -123,15 +123,17 @@ class ServerLog:
 
 
 _EVENT = re.compile(r" INFO event=(\w+) (.*)$")
+_RELAY_ERROR = re.compile(r" vllm_tide\.relay ERROR (.*)$")
 _CYCLE = re.compile(r"cycle=(\d+) .*\breason=(.*)$")
 _REPEATED = ("publish", "unpublished", "keep", "rollback", "refused", "purge", "shift")
 _MOST_BYTES = 1 << 20
 
 
 class TrainerLog:
-    """Copy of the trainer's events in the server's log; the trainer logs to a file.
+    """Copy of events of the trainer or relay in the server's log; they log to a file.
 
-    Events consist of numbers and fixed words, without content of requests.
+    Events consist of numbers and fixed words, without content of requests. A relay's
+    event is an error of the storage, which it logs once per cause.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,6 +154,8 @@ class TrainerLog:
         for line in whole.decode("ascii", "replace").splitlines():
             if event := _EVENT.search(line):
                 self._repeat(event[1], event[2], now)
+            elif error := _RELAY_ERROR.search(line):
+                logger.error("vllm_tide: relay, %s", error[1])
 
     def _repeat(self, event: str, facts: str, now: float) -> None:
         cycle = _CYCLE.search(facts) if event == "cycle" else None

@@ -110,7 +110,7 @@ class WorkerTide(Generic[C]):
             self._open_capture()
         if config.swap.enabled:
             self._open_swap(worker, cores)
-        if config.control.policy != "static" or config.test_time.memory != "off":
+        if config.control.policy != "static" or config.test_time.memory == "ngram":
             self._open_control(worker)
         if learns:
             self._announce_if_missing()

@@ -148,7 +148,7 @@ class WorkerTideV1(WorkerTide[ControlV1]):
             facts.hidden_size,
             self.agree,
             self._leader,
-            self._config.test_time.memory != "off",
+            self._config.test_time.memory == "ngram",
             bool(worker.vllm_config.speculative_config.parallel_drafting),
         )
 

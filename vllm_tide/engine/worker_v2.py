@@ -73,7 +73,7 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         runner.tide = runner.speculator.tide = self
         if self.control is None:
             return
-        if self._config.test_time.memory != "off":
+        if self._config.test_time.memory == "ngram":
             from vllm_tide.engine.memory_v2 import MemoryV2
 
             self.control.memory = MemoryV2(runner)

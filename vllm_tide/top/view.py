@@ -103,8 +103,9 @@ def body(picture: Json) -> RenderableType:
 def _unseen(picture: Json) -> str:
     """Describe a trainer without a status file."""
     rings = (*picture["engines"], *picture["servers"])
-    reads = any(ring.get("ring_consumer_alive") for ring in rings)
-    return "starting: it reads the ring" if reads else "none seen"
+    if any(ring.get("ring_consumer_alive") for ring in rings):
+        return "starting" if picture["engines"] else "in another directory (--run-dir)"
+    return "none seen"
 
 
 def watch(sampler: Sampler, interval: float) -> None:
@@ -198,7 +199,7 @@ def _engine(engine: Json, brief: bool) -> RenderableType:
 
 def _trainer(trainer: Json) -> RenderableType:
     seen = (
-        "[yellow]busy or silent for {age_s:age}"
+        "[yellow]no news for {age_s:age}: busy or killed"
         if trainer["silent"]
         else "seen {age_s:age} ago"
     )

@@ -163,6 +163,8 @@ class RunDirSource:
     A source lists live engines and opens feeds to them; it never waits for storage.
     """
 
+    failing = ""  # see `SpoolSource`
+
     def __init__(self, run_dir: Path, engine_id: str | None = None) -> None:
         self._run_dir, self._engine_id = run_dir, engine_id
         self._manifests: dict[str, EngineManifest] = {}

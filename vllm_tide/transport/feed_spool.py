@@ -368,6 +368,9 @@ class SpoolSource:
     """Engines with a relay that writes to a spool; see ``SpoolFeed``.
 
     A thread scans the spool, and each feed has a thread. `model`: see `find_models`.
+
+    Attributes:
+        failing: Why the last scan failed; empty if it succeeded.
     """
 
     def __init__(
@@ -385,7 +388,7 @@ class SpoolSource:
         self._heartbeats: dict[str, HeartbeatMonitor] = {}
         self._entries: dict[str, EngineEntry | TransportError | None] = {}
         self._opening: dict[str, SpoolFeed] = {}
-        self._failing = ""
+        self.failing = ""
         self._closing = threading.Event()
         if not threaded:
             return
@@ -454,9 +457,9 @@ class SpoolSource:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - keep the thread running
             problem = _unexpected(error)
-        if problem and problem != self._failing:  # once per cause
+        if problem and problem != self.failing:  # once per cause
             logger.error("%s", problem)
-        self._failing = problem
+        self.failing = problem
 
     def _read(self, folder: EngineFolder) -> EngineEntry | TransportError | None:
         cached = self._entries.get(folder.engine_id)

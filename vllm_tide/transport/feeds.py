@@ -146,6 +146,12 @@ class Feeds:
         return self._members[engine_id].feed
 
     @property
+    def problems(self) -> list[str]:
+        """Why engines cannot be found or cannot join."""
+        failing = [source.failing for source in self._sources if source.failing]
+        return failing + list(self.refused.values())
+
+    @property
     def reference(self) -> Feed | None:
         """The feed that the trainer is created from; None if there is no engine."""
         if self._reference is not None and self._reference[0] in self._members:

@@ -128,8 +128,7 @@ def speculative_config(
             "preset": "control",
             "control": dict(arm.control),
         }
-    if arm.test_time is not None:
-        config["tide"]["test_time"] = dict(arm.test_time)
+        config["tide"]["test_time"] = {"memory": "off", **(arm.test_time or {})}
     if arm.adapts:  # the suite's requests have a cache salt
         config["tide"] |= {"preset": "full", "capture": {"salted": True}}
         if arm.name != "everything":
