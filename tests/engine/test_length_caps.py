@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.idle_scheduler import idle_scheduler
 from vllm_tide.config import ControlConfig, TideConfig
-from vllm_tide.engine.requests import RequestBook
+from vllm_tide.engine.requests import Requests
 from vllm_tide.engine.scheduler import SchedulerTide
 
 K = 3
@@ -42,12 +42,11 @@ def test_an_invalid_length_is_counted_and_ignored(bad):
 
 
 def book_of(asked, **control):
-    book = RequestBook(2, 4096, ControlConfig(**control))
-    slot, _ = book.table.begin("a", set())
+    book = Requests(2, 4096, ControlConfig(**control))
     params = SimpleNamespace(
         extra_args=asked, max_tokens=100, temperature=0.0, structured_outputs=None
     )
-    book.admit(slot, 10, params)
+    slot, _ = book.add("a", set(), 10, params)
     book.slo.advance(np.array([slot]), np.ones(1), 0.0)
     slots = np.array([slot])
     limits, asked = book.slo.limits(slots, 0.0), book.slo.asked(slots, 0.0)

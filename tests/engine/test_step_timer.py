@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from vllm_tide.engine.requests import RequestTable
+from vllm_tide.config import ControlConfig
+from vllm_tide.engine.requests import Requests
 from vllm_tide.engine.timers import StepTimer
 
 
@@ -76,11 +77,11 @@ def test_decisions_before_drafting_are_host_time():
 
 
 def test_slots_are_reused_and_a_waiting_request_releases_its_own():
-    table = RequestTable(2)
-    assert table.begin("a", {"a"}) == (0, None)
-    assert table.begin("b", {"a", "b"}) == (1, None)
-    assert table.slots(["b", "a"]).tolist() == [1, 0]
+    requests = Requests(2, 4096, ControlConfig())
+    assert requests.add("a", {"a"}, 1, None) == (0, None)
+    assert requests.add("b", {"a", "b"}, 1, None) == (1, None)
+    assert requests.slots(["b", "a"]).tolist() == [1, 0]
     # "a" was preempted and waits while "c" runs.
-    assert table.begin("c", {"b", "c"}) == (0, 0)
-    assert table.end("a") is None and table.end("b") == 1
-    assert table.begin("d", {"c", "d"}) == (1, None)
+    assert requests.add("c", {"b", "c"}, 1, None) == (0, 0)
+    assert requests.remove("a") is None and requests.remove("b") == 1
+    assert requests.add("d", {"c", "d"}, 1, None) == (1, None)

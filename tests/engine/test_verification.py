@@ -261,7 +261,7 @@ def test_costs_go_from_the_leader_through_the_scheduler_to_every_rank():
 def test_the_limit_is_the_tightest_that_plain_decoding_meets():
     control = begun(trims=False)
     control.times = StepTimes(TIMES)
-    slo = control._book.slo
+    slo = control._requests.slo
     slo.add(control._book.table.slot_of["a"], 60.0)
     slo.add(control._book.table.slot_of["b"], 1e-4)  # no step is that fast
     for _ in range(2):

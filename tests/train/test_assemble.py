@@ -212,13 +212,13 @@ def test_a_metadata_only_record_is_a_gap_that_is_counted_once():
     assert assembler.num_holes == 0
 
 
-def test_a_sample_has_its_tenant_and_first_draft_and_errors_are_counted():
+def test_a_sample_has_its_tenant_and_errors_are_counted():
     assembler = Assembler(WIDTH, "float32")
     first = _verify(2, 2)
-    assembler.add(replace(first, tenant=77, draft_version=3), 0.0)
-    assembler.add(replace(first, start=4, tenant=77, draft_version=4), 0.0)
+    assembler.add(replace(first, tenant=77), 0.0)
+    assembler.add(replace(first, start=4, tenant=77), 0.0)
     (sample,) = assembler.flush()
-    assert (sample.tenant, sample.draft_version) == (77, 3)
+    assert sample.tenant == 77
     assert sample.captured_unix_s > 0
     for sampled in (True, False):
         served = replace(_verify(2, 4, finished=True), sampled=sampled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch
 from vllm_tide.control.policies import Policy
 from vllm_tide.control.step_times import StepTimes
-from vllm_tide.engine.requests import RequestBook
+from vllm_tide.engine.requests import Requests
 
 logger = logging.getLogger("vllm.tide")
 
@@ -47,18 +47,15 @@ class Control:
         self.explored: dict[str, float] = {}
         self.remembered: set[str] = set()
         self.faults: Counter[str] = Counter()
-        self._book = RequestBook(capacity, longest, config)
-        self._table, self._slo = self._book.table, self._book.slo
+        self._requests = Requests(capacity, longest, config)
+        self._slo = self._requests.slo
         self._reported = (0, 0)
         self._continues = False
         self._memory_count = np.zeros(2, np.int64)  # proposals, accepted tokens
 
     def _add(self, slot: int, now: float) -> None:
         if self.policy is not None:
-            self.policy.add(slot, bool(self._table.sampled[slot]), now)
-
-    def _end(self, slot: int) -> None:
-        self._slo.finish(slot)
+            self.policy.add(slot, bool(self._requests.sampled[slot]), now)
 
     def draft_swapped(self) -> None:
         """Discount the statistics of the old draft after a swap."""
@@ -86,7 +83,7 @@ class Control:
             "memory_proposals": proposals,
             "memory_accepted_tokens": accepted,
             "draft_depth": new_passes / new_steps if new_steps else None,
-            "malformed_limits": self._book.malformed_limits,
+            "malformed_limits": self._requests.malformed_limits,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 
@@ -101,20 +98,26 @@ class Control:
         raise NotImplementedError
 
     def _admit(
-        self, req_id: str, running: set[str], num_prompt_tokens: int, params: Any
+        self,
+        req_id: str,
+        running: Collection[str],
+        num_prompt_tokens: int,
+        params: Any,
     ) -> int:
-        slot, released = self._table.begin(req_id, running)
+        slot, released = self._requests.add(req_id, running, num_prompt_tokens, params)
         if released is not None:
-            self._end(released)
-        self._book.admit(slot, num_prompt_tokens, params)
+            self._freed(released)
         self._add(slot, time.monotonic())
         return slot
 
     def _forget(self, req_ids: Sequence[str]) -> None:
         for req_id in req_ids:
-            slot = self._table.end(req_id)
+            slot = self._requests.remove(req_id)
             if slot is not None:
-                self._end(slot)
+                self._freed(slot)
+
+    def _freed(self, slot: int) -> None:
+        """Drop what belonged to the request that had a slot."""
 
     def _batch(
         self,
@@ -125,13 +128,13 @@ class Control:
         first_rows: int,
         catchup_rows: int = 0,
     ) -> Batch:
-        caps = self._book.caps(slots, context, self.num_speculative_tokens)
+        caps = self._requests.caps(slots, context, self.num_speculative_tokens)
         caps[emitted == 0] = 0
         return Batch(
             slots=slots,
             context=context,
             caps=caps,
-            sampled=self._table.sampled[slots],
+            sampled=self._requests.sampled[slots],
             limit=self._slo.limits(slots, now),
             asked=self._slo.asked(slots, now),
             first_rows=first_rows,
@@ -154,7 +157,7 @@ class Control:
             return False
         self.start()
         self._reported = (0, 0)
-        for slot in self._table.slot_of.values():
+        for slot in self._requests.slot_of.values():
             self._add(slot, now)
         return self.policy is not None
 

@@ -377,7 +377,7 @@ class ControlV1(Control):
         emitted = self._emitted(sampled)
         known = batch.num_tokens_no_spec[:num].astype(np.int64)
         text = Text(batch.token_ids_cpu, known, sampled, emitted)
-        caps = self._book.caps(slots, text.length - 1, self.num_speculative_tokens)
+        caps = self._requests.caps(slots, text.length - 1, self.num_speculative_tokens)
         caps[emitted == 0] = 0
         self._at = slots
         assert self._memory is not None  # noqa: S101 (asked by `plan`)
@@ -481,17 +481,15 @@ class ControlV1(Control):
         }
 
     def _slots(self, req_ids: list[str]) -> np.ndarray:
-        table, requests = self._table, self._runner.requests
-        for req_id in [name for name in req_ids if name not in table.slot_of]:
-            state = requests[req_id]
+        for req_id in self._requests.without_slot(req_ids):
+            state = self._runner.requests[req_id]
             slot = self._admit(
-                req_id, set(req_ids), state.num_prompt_tokens, state.sampling_params
+                req_id, req_ids, state.num_prompt_tokens, state.sampling_params
             )
             self._backlog.forget(slot)
             if self._memory is not None:
                 self._memory.begin(slot)
-        return table.slots(req_ids)
+        return self._requests.slots(req_ids)
 
-    def _end(self, slot: int) -> None:
+    def _freed(self, slot: int) -> None:
         self._backlog.forget(slot)
-        super()._end(slot)

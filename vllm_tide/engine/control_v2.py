@@ -149,17 +149,17 @@ class ControlV2(Control):
         request, or one that this step does not run, loses its slot and gets another
         when it runs again.
         """
-        table, running = self._table, scheduler_output.num_scheduled_tokens.keys()
+        running = scheduler_output.num_scheduled_tokens.keys()
         for new in scheduler_output.scheduled_new_reqs:
             self._request_info[new.req_id] = (new.prompt_len, new.sampling_params)
         self._preempted |= scheduler_output.preempted_req_ids or set()
         if self._preempted:
             self._preempted &= self._request_info.keys() - running
-        for req_id in [name for name in running if name not in table.slot_of]:
-            waiting = self._preempted & table.slot_of.keys()
-            staying = table.slot_of.keys() - waiting if waiting else running
-            num_prompt_tokens, params = self._request_info[req_id]
-            self._admit(req_id, set(staying), num_prompt_tokens, params)
+        for req_id in self._requests.without_slot(running):
+            slotted = self._requests.slot_of.keys()
+            waiting = self._preempted & slotted
+            staying = slotted - waiting if waiting else running
+            self._admit(req_id, staying, *self._request_info[req_id])
 
     def end(self, req_ids: Sequence[str]) -> None:
         self._contain("", self._forget, req_ids)
@@ -246,8 +246,8 @@ class ControlV2(Control):
         if policy is None:
             return
         rows = np.diff(step.bounds) - step.drafts
-        known = np.array(self._book.known(step.req_ids), np.int64)
-        slots = self._table.slots([step.req_ids[i] for i in known])
+        known = np.array(self._requests.known(step.req_ids), np.int64)
+        slots = self._requests.slots([step.req_ids[i] for i in known])
         emitted = np.asarray(step.emitted, np.int64)[known]
         self._slo.advance(slots, emitted, now)
         # An accepted placeholder is in `emitted`, but it is not a draft.
@@ -257,7 +257,7 @@ class ControlV2(Control):
             # a draft, and vLLM rejects the others without verification. That is not
             # evidence about the draft. With synchronous scheduling the grammar cuts
             # drafts before they are verified.
-            drafts *= ~self._table.constrained[slots]
+            drafts *= ~self._requests.constrained[slots]
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
         self._count(step, rows == 1, drafts, accepted)
         plans, observes = self._plans_and_observes(slots)

@@ -50,7 +50,6 @@ class _Open:
     num_prompt_tokens: int
     seen: float
     tenant: int = 0
-    draft_version: int | None = None
     sampled: bool = False
     loss_from: int = 0
     pieces: list[_Piece] = field(default_factory=list)
@@ -206,8 +205,6 @@ class Assembler:
         )
 
     def _append(self, request: _Open, record: Record, count: int) -> None:
-        if record.phase == VERIFY and request.draft_version is None:
-            request.draft_version = record.draft_version
         request.sampled |= record.sampled
         committed = count if record.phase == PREFILL else record.num_accepted + 1
         request.pieces.append(_Piece(record, committed))
@@ -313,7 +310,6 @@ class Assembler:
                 loss_from=loss_from,
                 tenant=request.tenant,
                 captured_unix_s=captured_unix_s,
-                draft_version=request.draft_version or 0,
                 sampled=request.sampled,
                 branches=tuple(
                     b

@@ -73,7 +73,6 @@ class Sample:
     branches: tuple[Branch, ...] = field(default_factory=tuple)
     tenant: int = 0
     captured_unix_s: float = 0.0
-    draft_version: int = 0
     sampled: bool = False
     trained: list[int] = field(default_factory=list)
 
