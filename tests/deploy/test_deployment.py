@@ -157,6 +157,24 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     assert not heads(engine)
 
 
+def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine):
+    sidecar, before = published_once(engine)
+    sidecar.feeds.close()
+    again = attach(engine)  # nothing is stored before the canary's verdict
+    assert again.deployment.published == 1
+    assert again.deployment.rollback("ordered")["to"] == 0
+    assert_live(again, before)
+    assert_sent(engine, before)
+
+
+def test_two_trainers_with_one_store_are_logged(engine, caplog):
+    first = attach(engine)
+    assert "another directory" not in caplog.text
+    first.feeds.close()
+    attach(engine).feeds.close()
+    assert "tide.train.state_dir: the trainer of another server" in caplog.text
+
+
 def test_a_new_number_waits_for_the_canary_and_needs_none(engine):
     """For an engine that joined with a higher number, of another trainer."""
     serve(engine, 60, 0, 4)

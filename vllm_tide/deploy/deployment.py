@@ -264,9 +264,11 @@ class Deployment:
         for stored in () if self._store is None else self._store.drafts():
             if not has_weights(stored.master, live):
                 return stored.version, stored.master
+        initial = self._drafts.get(0)
+        if version and initial is not None and not has_weights(initial.master, live):
+            return 0, initial.master
         raise TransportError(
-            f"no draft before version {version} is known, as a restarted trainer knows "
-            "only those in tide.train.state_dir: nothing was rolled back"
+            f"no draft before version {version} is known: nothing was rolled back"
             if version
             else "no draft has been published: there is nothing to roll back"
         )

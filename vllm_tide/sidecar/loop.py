@@ -51,7 +51,7 @@ from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import renice
-from vllm_tide.transport.rendezvous import read_manifests, state_dirs
+from vllm_tide.transport.rendezvous import read_manifests, state_dirs, take_lock
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.tenant import purged_tenant
@@ -146,6 +146,14 @@ class Sidecar:
             rows_fingerprint(self._target_path), read_config(self._draft_path)
         )
         store = DraftStore(self._state_dir(), fingerprint)
+        self._state_lock = take_lock(self._state_dir(), fingerprint[:16])
+        if self._state_lock is None:
+            logger.warning(
+                "tide.train.state_dir: the trainer of another server of this model "
+                "stores drafts in %s too, and a rollback removes the newest; set "
+                "another directory",
+                self._state_dir(),
+            )
         self.deployment = Deployment(
             feeds, self.trainer, self.tide, store, self.report.add, self._served
         )
@@ -197,6 +205,8 @@ class Sidecar:
             self.trainer.stepper.close()
             self.feeds.close()
             self._admin.close()
+            if self._state_lock is not None:
+                os.close(self._state_lock)
         return self.status.state
 
     def _tick(self) -> bool:
