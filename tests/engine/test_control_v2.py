@@ -208,7 +208,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
 
 
 def slots_in(control: ControlV2) -> list[int]:
-    return list(control._book.table.slot_of.values())
+    return list(control._requests.slot_of.values())
 
 
 def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
@@ -238,7 +238,7 @@ def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
 
 
 def slots_of(control: ControlV2) -> set[str]:
-    return set(control._book.table.slot_of)
+    return set(control._requests.slot_of)
 
 
 def test_a_preempted_request_releases_its_slot_and_a_running_one_does_not():
