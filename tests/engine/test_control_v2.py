@@ -12,7 +12,7 @@ import pytest
 
 from tests.control.toys import published
 from vllm_tide.capture.guard import Suspension
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
 from vllm_tide.control.step_times import StepTimes
@@ -78,7 +78,7 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
         "token_ids": np.arange(6),
         "confidence": np.tile(np.array(confidence, np.float32), (2, 1)),
         "drafted": np.array([1, 2]),
-        "timing": Timing(True, lambda: None),
+        "reading": lambda: None,
     }
     return Step(**values | change)
 
@@ -288,7 +288,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
             emitted=3 * ones,
             sampled=np.tile(ones, (K + 1, 1)).T,
             drafted=ones,
-            timing=Timing(True, lambda: None),
+            reading=lambda: None,
         )
         step.confidence = np.full((requests, K), 0.9, np.float32)
         control.learn(step)

@@ -37,19 +37,6 @@ _FLOAT = np.dtype(np.float32)
 
 
 @dataclass(slots=True)
-class Timing:
-    """Times of a step.
-
-    Attributes:
-        continues: Whether the engine was busy since the last step.
-        read: Returns the times once the step has landed (`StepSample`), or None.
-    """
-
-    continues: bool
-    read: Callable[[], Any]
-
-
-@dataclass(slots=True)
 class Step:
     """Data of one step: known at launch, and results once it has landed.
 
@@ -78,7 +65,8 @@ class Step:
             [rows, H] or None, `topk` of its logits or None.
         taken: int64 [m], the requests with staged rows.
         size: Upper bound of the bytes of the staged rows in the ring.
-        timing: For control: times of the step.
+        reading: For control: returns the times of the landed step (`StepSample`) or
+            None; None if the engine was idle before the step.
         cost: For capture: `Record.cost`, set by control after the step has landed.
         verify_chance: `Record.verify_chance` of requests that are not in `explored`.
         explored: `Record.verify_chance` by request, of drafts verified to explore.
@@ -105,7 +93,7 @@ class Step:
     staged: Any = None
     taken: np.ndarray | None = None
     size: int = 0
-    timing: Timing | None = None
+    reading: Callable[[], Any] | None = None
     cost: float = 1.0
     verify_chance: float = 1.0
     explored: dict[str, float] = field(default_factory=dict)
