@@ -163,34 +163,23 @@ REQUEST = np.dtype(
 """
 
 
-@dataclass(slots=True)
-class RequestRows:
-    """Captured requests of a step.
-
-    Attributes:
-        table: `REQUEST` [n].
-    """
-
-    tickets: list[Ticket]
-    table: np.ndarray
-
-    @classmethod
-    def of(cls, tickets: list[Ticket], step: Step) -> RequestRows:
-        """Create the table of a step's requests, without their rows."""
-        table = np.zeros(len(tickets), REQUEST)
-        table["key"] = [ticket.key for ticket in tickets]
-        table["tenant"] = [ticket.tenant for ticket in tickets]
-        table["flags"] = [SAMPLED * ticket.sampled for ticket in tickets]
-        table["cost"] = [0.0 if ticket.capped else step.cost for ticket in tickets]
-        return cls(tickets, table)
+def request_table(tickets: list[Ticket], step: Step) -> np.ndarray:
+    """Return `REQUEST` [n] of a step's captured requests, without their rows."""
+    table = np.zeros(len(tickets), REQUEST)
+    table["key"] = [ticket.key for ticket in tickets]
+    table["tenant"] = [ticket.tenant for ticket in tickets]
+    table["flags"] = [SAMPLED * ticket.sampled for ticket in tickets]
+    table["cost"] = [0.0 if ticket.capped else step.cost for ticket in tickets]
+    return table
 
 
 def lay_out(
-    requests: RequestRows, step: Step, spec: RingSpec, topk: int, max_rows: int
+    requests: np.ndarray, step: Step, spec: RingSpec, topk: int, max_rows: int
 ) -> tuple[Frames, np.ndarray]:
     """Return the records of a step's requests, in their order.
 
     Args:
+        requests: `REQUEST` [n].
         topk: k of a top-k teacher; 0 for hidden states.
 
     Returns:
@@ -217,7 +206,7 @@ def lay_out(
             parts += zip(top, (_TOKEN, _FLOAT, _FLOAT), shapes, strict=True)
     drafted_by = step.version if step.drafted_by is None else step.drafted_by
     metas, spans, follows, sound, of = _shm.lay_out(
-        requests.table,
+        requests,
         step.version,
         drafted_by,
         len(step.req_ids),
