@@ -167,6 +167,10 @@ class Row:
     verify_chance: float = 1.0
     memory: bool = False
 
+    @property
+    def num_committed(self) -> int:
+        return self.num_accepted + 1
+
 
 def canary(_: float) -> Any:
     """Return verdicts on drafts with equal, lower and higher acceptance."""

@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from sim.published import table_model
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import FirstPassAlways
@@ -158,7 +158,7 @@ def measure_v2(
         step.sampled = np.zeros((requests, k + 1), np.int32)
         step.confidence = confidence
         step.drafted = np.zeros(requests, np.int32)
-        step.timing = Timing(True, lambda sample=sample: sample)
+        step.reading = lambda sample=sample: sample
         for (wall, cpu), call, argument in (
             (begin_times, control.begin, output),
             (learn_times, control.learn, step),

@@ -134,8 +134,8 @@ def patch_observations() -> None:
     def observe(control: control_v2.ControlV2, step: Step) -> None:
         emitted, drafts = step.emitted, step.drafts - step.padding
         step.confidence[:] = SURE
-        if step.timing is not None:
-            step.timing.read = partial(_simulated, step.timing.read)
+        if step.reading is not None:
+            step.reading = partial(_simulated, step.reading)
         clock.now += _seconds(step)
         step.emitted = emitted + drafts
         learn(control, step)

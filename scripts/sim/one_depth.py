@@ -131,7 +131,7 @@ class OneDepthAdapter(Adapter):
             version=0,
             buffer=None,
             steps=depth,
-            timing=engine_step.Timing(step.continues, lambda: sample),
+            reading=(lambda: sample) if step.continues else None,
             start=state[col.CACHED] - step.committed,
             emitted=step.emitted,
             sampled=sampled,

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from vllm_tide.control.verifier import Choice, select
+from vllm_tide.control.verifier import select
 
 
 def brute_force(survival, tokens, seconds, limit, bar):
@@ -23,14 +23,14 @@ def brute_force(survival, tokens, seconds, limit, bar):
     return best
 
 
-def value_of(choice: Choice, survival, tokens, seconds, bar):
+def value_of(selected, survival, tokens, seconds, bar):
+    lengths, expected, spent = selected
     expect = tokens + sum(
-        float(survival[:length, i].sum()) for i, length in enumerate(choice.lengths)
+        float(survival[:length, i].sum()) for i, length in enumerate(lengths)
     )
-    cost = seconds[choice.lengths.sum()]
-    assert choice.total == choice.lengths.sum()
-    assert choice.tokens == pytest.approx(expect, rel=1e-6)
-    assert choice.seconds == cost
+    cost = seconds[lengths.sum()]
+    assert expected == pytest.approx(expect, rel=1e-6)
+    assert spent == cost
     return expect / cost if bar is None else expect - bar * cost
 
 
@@ -60,10 +60,10 @@ def test_choice_equals_brute_force(stairs, ties, limited, barred):
         n = survival.shape[1]
         limit = rng.choice(seconds) if limited else np.inf
         bar = n / seconds[0] * rng.uniform(0.5, 3.0) if barred else None
-        choice = select(survival, n, seconds, limit, bar)
-        assert (choice.lengths <= (survival >= 0).sum(axis=0)).all()
-        assert choice.total == 0 or choice.seconds <= limit
-        value = value_of(choice, survival, n, seconds, bar)
+        selected = lengths, _, spent = select(survival, n, seconds, limit, bar)
+        assert (lengths <= (survival >= 0).sum(axis=0)).all()
+        assert lengths.sum() == 0 or spent <= limit
+        value = value_of(selected, survival, n, seconds, bar)
         best = brute_force(survival, n, seconds, limit, bar)
         assert value == pytest.approx(best, rel=1e-6)
 
@@ -71,6 +71,6 @@ def test_choice_equals_brute_force(stairs, ties, limited, barred):
 def test_ties_keep_prefixes_and_the_exact_number():
     survival = np.full((3, 4), 0.5, np.float32)
     seconds = np.concatenate([np.ones(8), np.full(5, 100.0)])
-    choice = select(survival, 4, seconds)
-    assert choice.total == choice.lengths.sum() == 7
-    assert (choice.lengths <= 3).all()
+    lengths, *_ = select(survival, 4, seconds)
+    assert lengths.sum() == 7
+    assert (lengths <= 3).all()

@@ -21,10 +21,11 @@ from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.train import step as steps
-from vllm_tide.train.assemble import PREFILL, VERIFY, Assembler
+from vllm_tide.train.assemble import Assembler
 from vllm_tide.train.packing import pack
-from vllm_tide.transport.record import Record
+from vllm_tide.transport.record import Phase, Record
 
+PREFILL, VERIFY = Phase
 PROMPT, DEPTH = 4, 3
 
 

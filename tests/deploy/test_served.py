@@ -28,6 +28,7 @@ def record(
         start=start,
         num_prompt_tokens=prompt,
         num_accepted=accepted if verify else count - 1,
+        num_committed=(accepted if verify else count - 1) + 1,
         draft_version=first_version(version) + fast,
         token_ids=np.arange(first, first + count, dtype=np.int32),
         finished=finished,

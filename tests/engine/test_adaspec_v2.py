@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.adaspec import ControlSettings
 from vllm_tide.control.costs import FirstPassAlways
@@ -89,7 +89,7 @@ class Engine:
             token_ids=np.arange(n + drafts.sum()),
             confidence=confidence,
             drafted=np.ones(n, np.int64),
-            timing=Timing(True, lambda: None),
+            reading=lambda: None,
         )
         total = int(drafts.sum())
         self.now += float(self.time.target_curve(n, 60, total)[total])

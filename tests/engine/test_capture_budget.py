@@ -213,7 +213,7 @@ def test_rows_from_the_prefix_cache_use_no_budget(server):
         budget.take([ticket], np.array([10]), np.array([1000]))
         assert ticket.refusal is None
         of = {"count": 10, "start": 990, "num_prompt_tokens": 1000, "committed": 1}
-        capture._write(request_rows([ticket], **of), step)
+        capture._write([ticket], request_rows([ticket], **of), step)
     assert capture.dropped["prefix_cached"] == 30 * 990
 
 

@@ -53,7 +53,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(
         now[0] += 2.0
         control._backlog.missing[:] = 0  # nothing here can catch up
         assert engine.step() == (K, [K] * N)
-        assert sorted(added) == sorted(control._table.slot_of.values())
+        assert sorted(added) == sorted(control._requests.slot_of.values())
         assert control.stats()["control_suspended_s"] == 0.0
         assert (control.stats()["draft_depth"] or 0.0) >= 0.0
     assert "negative elements" not in caplog.text
@@ -115,7 +115,7 @@ def base(model, context):
     return float(model.target_curve(N, context, 0)[0])
 
 
-@pytest.mark.parametrize("where", ["_book.admit", "_table.end"])
+@pytest.mark.parametrize("where", ["_requests.add", "_requests.remove"])
 def test_a_fault_outside_the_policy_does_not_leave_the_step(where):
     engine = Engine()
     control = engine.control

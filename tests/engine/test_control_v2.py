@@ -12,7 +12,7 @@ import pytest
 
 from tests.control.toys import published
 from vllm_tide.capture.guard import Suspension
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.policies import AdaSpecPolicy, ControlSettings, ThresholdPolicy
 from vllm_tide.control.step_times import StepTimes
@@ -78,7 +78,7 @@ def landed(confidence: list[float], steps: int, **change: Any) -> Step:
         "token_ids": np.arange(6),
         "confidence": np.tile(np.array(confidence, np.float32), (2, 1)),
         "drafted": np.array([1, 2]),
-        "timing": Timing(True, lambda: None),
+        "reading": lambda: None,
     }
     return Step(**values | change)
 
@@ -208,7 +208,7 @@ def test_after_a_fault_nothing_is_drafted_for_one_then_two_minutes(trims, monkey
 
 
 def slots_in(control: ControlV2) -> list[int]:
-    return list(control._book.table.slot_of.values())
+    return list(control._requests.slot_of.values())
 
 
 def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
@@ -238,7 +238,7 @@ def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
 
 
 def slots_of(control: ControlV2) -> set[str]:
-    return set(control._book.table.slot_of)
+    return set(control._requests.slot_of)
 
 
 def test_a_preempted_request_releases_its_slot_and_a_running_one_does_not():
@@ -288,7 +288,7 @@ def test_many_requests_decide_in_some_of_the_steps(requests, trims, every):
             emitted=3 * ones,
             sampled=np.tile(ones, (K + 1, 1)).T,
             drafted=ones,
-            timing=Timing(True, lambda: None),
+            reading=lambda: None,
         )
         step.confidence = np.full((requests, K), 0.9, np.float32)
         control.learn(step)

@@ -106,14 +106,12 @@ def test_repeated_publications_cannot_make_a_draft_grow(swaps):
 
 
 def probed(tmp_path: Any, dtype: torch.dtype, tensors: dict[str, Any]) -> None:
-    from vllm_tide.engine.install import overflow_check
-
     draft = SimpleNamespace(dtype=dtype)
     engine: Any = SimpleNamespace(
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 4),
         speculative_config=SimpleNamespace(draft_model_config=draft),
     )
-    check = overflow_check(tmp_path, engine)
+    check = staged_draft.overflow_check(tmp_path, engine)
     assert check is not None
     check(tensors)
 

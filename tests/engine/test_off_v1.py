@@ -97,7 +97,7 @@ def test_rows_of_every_request_are_stored_for_the_draft(monkeypatch):
     engine = Off(monkeypatch)
     for _ in range(10):
         engine.decode_step()
-    slots = engine.control._table.slots(engine.reqs)
+    slots = engine.control._requests.slots(engine.reqs)
     computed = engine.batch.num_computed_tokens_cpu
     new = [i for i, name in enumerate(engine.reqs) if name.startswith("new")]
     missing = engine.control._backlog.missing[slots]

@@ -262,8 +262,8 @@ def test_the_limit_is_the_tightest_that_plain_decoding_meets():
     control = begun(trims=False)
     control.times = StepTimes(TIMES)
     slo = control._requests.slo
-    slo.add(control._book.table.slot_of["a"], 60.0)
-    slo.add(control._book.table.slot_of["b"], 1e-4)  # no step is that fast
+    slo.add(control._requests.slot_of["a"], 60.0)
+    slo.add(control._requests.slot_of["b"], 1e-4)  # no step is that fast
     for _ in range(2):
         control.learn(landed(SURE, 4, trimmed=np.array([0, 2])))
     assert 200.0 < control.step_costs()[0] <= 240.0

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tide.train.assemble import PREFILL, VERIFY, Assembler
-from vllm_tide.transport.record import Record
+from vllm_tide.train.assemble import Assembler
+from vllm_tide.transport.record import Phase, Record
 
+PREFILL, VERIFY = Phase
 WIDTH, HIDDEN, VOCAB = 6, 2, 1000
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tide.capture.policy import Ticket
-from vllm_tide.capture.step import RequestRows, Step
+from vllm_tide.capture.step import Step, request_table
 from vllm_tide.transport.record import MEMORY, Phase, Record
 
 COLUMNS = (
@@ -20,13 +20,13 @@ COLUMNS = (
 
 def request_rows(
     tickets: list[Ticket], chance: float = 1.0, cost: float = 1.0, **columns: Any
-) -> RequestRows:
+) -> np.ndarray:
     """Return columns; those that are not named are 0."""
-    made = RequestRows.of(tickets, step_rows(np.zeros(0, np.int32), cost=cost))
+    made = request_table(tickets, step_rows(np.zeros(0, np.int32), cost=cost))
     for name in COLUMNS:
-        made.table[name] = columns.get(name, 0)
-    made.table["verify_chance"] = chance
-    made.table["flags"] |= MEMORY * (np.arange(len(tickets)) % 2)
+        made[name] = columns.get(name, 0)
+    made["verify_chance"] = chance
+    made["flags"] |= MEMORY * (np.arange(len(tickets)) % 2)
     return made
 
 
@@ -50,7 +50,7 @@ def step_rows(
 
 
 def expected(
-    requests: RequestRows, step: Step, wire: np.dtype, max_rows: int
+    tickets: list[Ticket], table: np.ndarray, step: Step, wire: np.dtype, max_rows: int
 ) -> list[Record]:
     """The records by their description, each made by itself.
 
@@ -59,7 +59,7 @@ def expected(
     """
     made: list[Record] = []
     stored = step.staged if step.full else None
-    for i, ticket in enumerate(requests.tickets):
+    for i, ticket in enumerate(tickets):
         (
             low,
             first,
@@ -71,7 +71,7 @@ def expected(
             logit_end,
             committed,
             after,
-        ) = (int(requests.table[name][i]) for name in COLUMNS)
+        ) = (int(table[name][i]) for name in COLUMNS)
         verifies = drafts > 0 or count == 1
         known = count - drafts  # rows of which no drafted token is the input
         record = Record(
@@ -88,8 +88,8 @@ def expected(
             tenant=ticket.tenant,
             sampled=ticket.sampled,
             concurrency=len(step.req_ids),
-            cost=float(np.float32(requests.table["cost"][i])),
-            verify_chance=float(np.float32(requests.table["verify_chance"][i])),
+            cost=float(np.float32(table["cost"][i])),
+            verify_chance=float(np.float32(table["verify_chance"][i])),
             memory=i % 2 == 1,
         )
         if verifies and step.drafted_by is not None:

@@ -77,8 +77,8 @@ def random_step(rng, teacher, dtype, light):
         concurrency=n,
         cost=float(rng.random()),
     )
-    requests.table["cost"] = step.cost
-    return requests, replace(step, full=False) if light else step
+    requests["cost"] = step.cost
+    return tickets, requests, replace(step, full=False) if light else step
 
 
 def written(ring_pair, spec, frames):
@@ -103,21 +103,22 @@ def test_records_of_a_step_are_those_of_its_requests(ring_pair, teacher, dtype, 
     spec, topk = spec_of(teacher, dtype), TOPK * (teacher == "topk")
     pieces = 0
     for seed in range(40):
-        requests, step = random_step(np.random.default_rng(seed), teacher, dtype, light)
+        rng = np.random.default_rng(seed)
+        tickets, table, step = random_step(rng, teacher, dtype, light)
         max_rows = (7, 1000)[seed % 2]
-        want = expected(requests, step, FEATURE_DTYPES[dtype], max_rows)
-        frames, of = lay_out(requests, step, spec, topk, max_rows)
+        want = expected(tickets, table, step, FEATURE_DTYPES[dtype], max_rows)
+        frames, of = lay_out(table, step, spec, topk, max_rows)
         records = written(ring_pair, spec, frames)
         assert [identity(record) for record in records] == [
             identity(record) for record in want
         ]
-        keys = [requests.tickets[i].key for i in of]
+        keys = [tickets[i].key for i in of]
         assert keys == [record.key for record in want]
         # A piece behind one that was not written would follow a gap.
         assert frames.follows.tolist() == [
             i > 0 and of[i] == of[i - 1] for i in range(len(of))
         ]
-        pieces += len(of) - len(requests.tickets)
+        pieces += len(of) - len(tickets)
     assert (pieces == 0) is light
 
 

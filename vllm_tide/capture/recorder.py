@@ -28,7 +28,7 @@ from vllm_tide.capture.policy import (
     RowBudget,
     Ticket,
 )
-from vllm_tide.capture.step import RequestRows, Step, end_records, lay_out
+from vllm_tide.capture.step import Step, end_records, lay_out
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport.record import Frames, Status
 from vllm_tide.transport.ring import Collect, RingWriter
@@ -177,13 +177,16 @@ class Recorder:
                     self.dropped[reason] += rows
         return taken
 
-    def _write(self, requests: RequestRows, step: Step) -> bool:
+    def _write(self, tickets: list[Ticket], table: np.ndarray, step: Step) -> bool:
         """Write records of a step's requests.
+
+        Args:
+            table: `REQUEST` [n].
 
         Returns:
             Whether a thread writes them, which then releases the step's rows.
         """
-        tickets, table, full = requests.tickets, requests.table, step.full
+        full = step.full
         if padding := int(table["padding"].sum()):
             self.dropped["placeholder"] += padding
         if not tickets:
@@ -203,7 +206,7 @@ class Recorder:
         ring = self._ring
         if self._thread is not None:
             step.token_ids = np.array(step.token_ids)  # the buffer is reused
-        frames, of = lay_out(requests, step, ring.spec, self._topk, ring.max_rows)
+        frames, of = lay_out(table, step, ring.spec, self._topk, ring.max_rows)
         write = Write(ring, frames, tickets, of, bool(full), step.staged, step.size)
         return self._submit(write)
 

@@ -37,19 +37,6 @@ _FLOAT = np.dtype(np.float32)
 
 
 @dataclass(slots=True)
-class Timing:
-    """Times of a step.
-
-    Attributes:
-        continues: Whether the engine was busy since the last step.
-        read: Returns the times once the step has landed (`StepSample`), or None.
-    """
-
-    continues: bool
-    read: Callable[[], Any]
-
-
-@dataclass(slots=True)
 class Step:
     """Data of one step: known at launch, and results once it has landed.
 
@@ -78,7 +65,8 @@ class Step:
             [rows, H] or None, `topk` of its logits or None.
         taken: int64 [m], the requests with staged rows.
         size: Upper bound of the bytes of the staged rows in the ring.
-        timing: For control: times of the step.
+        reading: For control: returns the times of the landed step (`StepSample`) or
+            None; None if the engine was idle before the step.
         cost: For capture: `Record.cost`, set by control after the step has landed.
         verify_chance: `Record.verify_chance` of requests that are not in `explored`.
         explored: `Record.verify_chance` by request, of drafts verified to explore.
@@ -105,7 +93,7 @@ class Step:
     staged: Any = None
     taken: np.ndarray | None = None
     size: int = 0
-    timing: Timing | None = None
+    reading: Callable[[], Any] | None = None
     cost: float = 1.0
     verify_chance: float = 1.0
     explored: dict[str, float] = field(default_factory=dict)
@@ -175,34 +163,23 @@ REQUEST = np.dtype(
 """
 
 
-@dataclass(slots=True)
-class RequestRows:
-    """Captured requests of a step.
-
-    Attributes:
-        table: `REQUEST` [n].
-    """
-
-    tickets: list[Ticket]
-    table: np.ndarray
-
-    @classmethod
-    def of(cls, tickets: list[Ticket], step: Step) -> RequestRows:
-        """Create the table of a step's requests, without their rows."""
-        table = np.zeros(len(tickets), REQUEST)
-        table["key"] = [ticket.key for ticket in tickets]
-        table["tenant"] = [ticket.tenant for ticket in tickets]
-        table["flags"] = [SAMPLED * ticket.sampled for ticket in tickets]
-        table["cost"] = [0.0 if ticket.capped else step.cost for ticket in tickets]
-        return cls(tickets, table)
+def request_table(tickets: list[Ticket], step: Step) -> np.ndarray:
+    """Return `REQUEST` [n] of a step's captured requests, without their rows."""
+    table = np.zeros(len(tickets), REQUEST)
+    table["key"] = [ticket.key for ticket in tickets]
+    table["tenant"] = [ticket.tenant for ticket in tickets]
+    table["flags"] = [SAMPLED * ticket.sampled for ticket in tickets]
+    table["cost"] = [0.0 if ticket.capped else step.cost for ticket in tickets]
+    return table
 
 
 def lay_out(
-    requests: RequestRows, step: Step, spec: RingSpec, topk: int, max_rows: int
+    requests: np.ndarray, step: Step, spec: RingSpec, topk: int, max_rows: int
 ) -> tuple[Frames, np.ndarray]:
     """Return the records of a step's requests, in their order.
 
     Args:
+        requests: `REQUEST` [n].
         topk: k of a top-k teacher; 0 for hidden states.
 
     Returns:
@@ -229,7 +206,7 @@ def lay_out(
             parts += zip(top, (_TOKEN, _FLOAT, _FLOAT), shapes, strict=True)
     drafted_by = step.version if step.drafted_by is None else step.drafted_by
     metas, spans, follows, sound, of = _shm.lay_out(
-        requests.table,
+        requests,
         step.version,
         drafted_by,
         len(step.req_ids),

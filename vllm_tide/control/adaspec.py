@@ -366,13 +366,14 @@ class AdaSpecPolicy:
     ) -> np.ndarray:
         """Return the lengths of the highest value within the step's limits."""
         n = len(step.batch)
-        choice = select(survival, n, seconds, step.limit, step.rate)
+        lengths, tokens, s = select(survival, n, seconds, step.limit, step.rate)
         if step.limit < step.operator_limit:
-            free = select(survival, n, seconds, step.operator_limit, step.rate)
-            rates = [each.tokens / each.seconds for each in (choice, free)]
-            if not self._keeps_clients_limits(step, *rates):
-                return free.lengths
-        return choice.lengths
+            most, free, free_s = select(
+                survival, n, seconds, step.operator_limit, step.rate
+            )
+            if not self._keeps_clients_limits(step, tokens / s, free / free_s):
+                return most
+        return lengths
 
     def _best_gain(self, step: _Step, extra: float) -> float:
         """Return the gain over plain if acceptance is two standard errors better."""

@@ -10,27 +10,11 @@ and so on the token. For sampled drafts this would bias the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import nan
 
 import numpy as np
 
 from vllm_tide._shm import best_set
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The selected set.
-
-    Attributes:
-        lengths: int64 [n], tokens of each request to verify (a prefix).
-        tokens: Expected emitted tokens, including those without drafting.
-    """
-
-    lengths: np.ndarray
-    total: int
-    tokens: float
-    seconds: float
 
 
 def select(
@@ -39,7 +23,7 @@ def select(
     seconds: np.ndarray,
     limit: float = np.inf,
     bar: float | None = None,
-) -> Choice:
+) -> tuple[np.ndarray, float, float]:
     """Return the verified set of the highest value.
 
     Args:
@@ -54,12 +38,16 @@ def select(
         bar: Value of a second, in tokens. None maximises tokens / seconds of this step
             (eq. 8); a number maximises tokens - bar * seconds, which gives the higher
             total over many unequal steps if `bar` is the long-run throughput.
+
+    Returns:
+        int64 [n], tokens of each request to verify (a prefix); expected emitted tokens
+        of the step, including those without drafting; seconds of the step.
     """
     steps, n = survival.shape
     lengths = np.empty(survival.shape[1], np.int64)
     order = np.sort(survival, axis=None)  # ascending by SIMD
     worth = nan if bar is None else bar
-    total, tokens, spent = best_set(
+    _, tokens, spent = best_set(
         order, survival, plain_tokens, seconds, limit, worth, lengths
     )
-    return Choice(lengths, total, tokens, spent)
+    return lengths, tokens, spent

@@ -115,7 +115,8 @@ class FastStep(TrainStep):
         at = torch.tensor([row])
         # A teacher may be missing within the chain.
         trained = [torch.arange(int(i in taught)) for i in range(taught[-1] + 1)]
-        return self._batch(packed, [StepRows(at, loss) for loss in trained])
+        steps = [StepRows(at, loss) for loss in trained]
+        return Batch.from_plan(packed, steps, self.draft.vocab.draft_ids)
 
 
 class FastDraft:

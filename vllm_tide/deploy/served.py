@@ -187,7 +187,7 @@ def _begin(record: Record, count: int, engine: str, began: int) -> _Open:
 def _append(request: _Open, record: Record, count: int) -> None:
     if (number := number_of(record.draft_version)) != request.versions[-1]:
         request.versions += (number,)
-    _keep_tokens(request, record, count)
+    _keep_tokens(request, record)
     if record.phase == PREFILL or record.start < record.num_prompt_tokens:
         return
     if record.memory or is_fast(record.draft_version):
@@ -207,9 +207,9 @@ def _append(request: _Open, record: Record, count: int) -> None:
     sums[1] += record.cost
 
 
-def _keep_tokens(request: _Open, record: Record, count: int) -> None:
+def _keep_tokens(request: _Open, record: Record) -> None:
     """Store new committed tokens: the last of the prompt, the first of the output."""
-    committed = count if record.phase == PREFILL else record.num_accepted + 1
+    committed = record.num_committed
     first = max(record.start, request.upto)
     request.upto = max(request.upto, record.start + committed)
     prompt_end = min(record.num_prompt_tokens, record.start + committed)

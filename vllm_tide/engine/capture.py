@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tide.capture.policy import Ticket
 from vllm_tide.capture.recorder import Recorder
-from vllm_tide.capture.step import RequestRows, Step
+from vllm_tide.capture.step import Step, request_table
 from vllm_tide.config import CaptureConfig
 from vllm_tide.engine.device_stage import make_stage
 from vllm_tide.engine.staging import WIRE_DTYPES, RunLayout, TopRows, top_k_teacher
@@ -168,7 +169,7 @@ class Capture(Recorder):
                 if req_id in self._tickets and req_id not in late
             ]
             self._end_records([t for t, _ in here], [count for _, count in here])
-        if step.full is not None and self._write(self._requests(step, late), step):
+        if step.full is not None and self._write(*self._requests(step, late), step):
             step.staged = None  # the thread releases it
         self._settle()
         self._raise_fault()
@@ -193,8 +194,10 @@ class Capture(Recorder):
         ticket = self._tickets.get(req_id)
         return ticket is not None and ticket.refusal is None
 
-    def _requests(self, step: Step, late: frozenset[str]) -> RequestRows:
-        """Return the requests of a landed step that get records."""
+    def _requests(
+        self, step: Step, late: frozenset[str]
+    ) -> tuple[list[Ticket], np.ndarray]:
+        """Return the requests of a landed step that get records, and `REQUEST` [n]."""
         at, tickets, names = [], [], step.req_ids
         taken = np.asarray(step.taken)
         for i in taken.tolist() if step.full else range(len(names)):
@@ -210,8 +213,7 @@ class Capture(Recorder):
         first, end = bounds[:-1][which], bounds[1:][which]
         padding, sampled = step.padding[which], np.asarray(step.sampled)[which]
         emitted = np.asarray(step.emitted)[which]
-        requests = RequestRows.of(tickets, step)
-        table = requests.table
+        table = request_table(tickets, step)
         table["first"] = table["low"] = first
         if step.full and not step.cut:
             sizes = np.diff(bounds)[taken] - step.padding[taken]
@@ -234,4 +236,4 @@ class Capture(Recorder):
             ]
         if step.memory is not None:
             table["flags"] |= np.where(step.memory[which], MEMORY, 0)
-        return requests
+        return tickets, table

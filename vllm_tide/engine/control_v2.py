@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import ControlConfig
 from vllm_tide.control.batch import Batch, Outcome
 from vllm_tide.control.costs import FirstPassAlways, Times, step_limit
@@ -54,7 +54,6 @@ class ControlV2(Control):
         depth: Draft depth of the next scheduled steps.
         cut_on_device: Whether adaptive verification replaces `choose`.
         lengths: Depths with CUDA graphs, ascending; empty: all.
-        reading: Times of the newest step, once it has landed.
         memory: The n-gram memory; None if it is off.
     """
 
@@ -86,7 +85,6 @@ class ControlV2(Control):
         self._off: Counter[str] = Counter()  # steps by reason for not drafting
         self._reason = ""
         self.clock: StepClock = clock or HostClock()
-        self.reading: Reading = lambda: None
         self._shape = (0, 0, 0, 0)
         self.memory: MemoryV2 | None = None
 
@@ -137,10 +135,10 @@ class ControlV2(Control):
             return None
         return self._limit, self.times.learnt()
 
-    def step_ends(self, steps: int) -> Timing:
-        """End a step that has been launched completely."""
-        self.reading = self.clock.end(steps)
-        return Timing(self._continues, self.reading)
+    def step_ends(self, steps: int) -> Reading | None:
+        """End a step that has been launched completely; see `Step.reading`."""
+        reading = self.clock.end(steps)
+        return reading if self._continues else None
 
     def admit(self, scheduler_output: Any) -> None:
         """Assign a slot to every request of a step.
@@ -261,13 +259,10 @@ class ControlV2(Control):
         accepted = np.minimum(np.maximum(emitted - 1, 0), drafts)
         self._count(step, rows == 1, drafts, accepted)
         plans, observes = self._plans_and_observes(slots)
-        if observes:
-            timing = step.timing
-            if timing is not None and timing.continues and not step.after_gap:
-                # After idle time the outcome of the last step and its time are invalid.
-                sample = timing.read()
-                outcome = Outcome(slots, drafts, accepted, emitted, now, sample)
-                policy.observe(outcome)
+        if observes and step.reading is not None and not step.after_gap:
+            # After idle time the outcome of the last step and its time are invalid.
+            sample = step.reading()
+            policy.observe(Outcome(slots, drafts, accepted, emitted, now, sample))
         if not plans:
             return
         context = np.asarray(step.start)[known] + rows[known]

@@ -14,9 +14,8 @@ place, as captured graphs have its address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +31,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
-from vllm_tide.draft.config import DraftError, read_config
-from vllm_tide.draft.kind import canonical, draft_config
+from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.module import rms_norm
-from vllm_tide.draft.probe import probe_rows
 from vllm_tide.engine.staged_draft import DraftRefused
 
 _SHARED = {"embed_tokens.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
@@ -176,33 +173,6 @@ def _fill_context_weights(
             place.copy_(named[f"{prefix}{part}_proj.weight"][own])
         model._k_norm_weights[i].copy_(named[f"{prefix}k_norm.weight"])
     model._hidden_norm_weight.copy_(named["hidden_norm.weight"])
-
-
-def overflow_check(
-    checkpoint: Path, vllm_config: VllmConfig
-) -> Callable[[Mapping[str, torch.Tensor]], None] | None:
-    """Return a check that runs a published draft on a few rows, on the host.
-
-    Args:
-        checkpoint: Directory of the draft that the server started with.
-
-    Returns:
-        A function that raises `DraftRefused` if logits are not finite; None if the
-        trainer does not support the draft.
-    """
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    dtype = vllm_config.speculative_config.draft_model_config.dtype
-    try:
-        raw = read_config(checkpoint)
-        config = draft_config(raw, {"num_hidden_layers": layers})
-    except DraftError:
-        return None
-
-    def check(tensors: Mapping[str, torch.Tensor]) -> None:
-        if not bool(probe_rows(config, tensors, dtype).isfinite().all()):
-            raise DraftRefused("not_finite", "the logits overflow.")
-
-    return check
 
 
 def _probed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

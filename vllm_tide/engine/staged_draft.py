@@ -16,11 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.kind import draft_config
+from vllm_tide.draft.probe import probe_rows
 from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.draft.vocab import VocabMap
 from vllm_tide.engine.staging import PinnedBytes
@@ -208,6 +211,33 @@ def norms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         for name, tensor in tensors.items()
         if tensor.dtype.is_floating_point
     }
+
+
+def overflow_check(
+    checkpoint: Path, vllm_config: Any
+) -> Callable[[Mapping[str, torch.Tensor]], None] | None:
+    """Return a check that runs a published draft on a few rows, on the host.
+
+    Args:
+        checkpoint: Directory of the draft that the server started with.
+
+    Returns:
+        A function that raises `DraftRefused` if logits are not finite; None if the
+        trainer does not support the draft.
+    """
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    dtype = vllm_config.speculative_config.draft_model_config.dtype
+    try:
+        raw = read_config(checkpoint)
+        config = draft_config(raw, {"num_hidden_layers": layers})
+    except DraftError:
+        return None
+
+    def check(tensors: Mapping[str, torch.Tensor]) -> None:
+        if not bool(probe_rows(config, tensors, dtype).isfinite().all()):
+            raise DraftRefused("not_finite", "the logits overflow.")
+
+    return check
 
 
 POLL_SECONDS = 0.05

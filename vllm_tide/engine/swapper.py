@@ -14,17 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from vllm_tide.engine.install import (
-    install,
-    overflow_check,
-    shared_with_target,
-    verify_installed,
-)
+from vllm_tide.engine.install import install, shared_with_target, verify_installed
 from vllm_tide.engine.staged_draft import (
     DeviceBuffer,
     DraftContract,
     StagedDraft,
     Stager,
+    overflow_check,
 )
 from vllm_tide.tracing import open_tracing
 from vllm_tide.transport.versions import number_of, step_of, version_name

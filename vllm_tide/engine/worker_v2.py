@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from vllm_tide.capture.guard import Guard
-from vllm_tide.capture.step import Step, Timing
+from vllm_tide.capture.step import Step
 from vllm_tide.config import TideConfig
 from vllm_tide.engine.adaptive_arguments import offered, replay_each, rounded
 from vllm_tide.engine.control_v2 import ControlV2
 from vllm_tide.engine.steps import ConfidenceTable, StepLog
-from vllm_tide.engine.timers import EventTimer, HostClock
+from vllm_tide.engine.timers import EventTimer, HostClock, Reading
 from vllm_tide.engine.worker import WorkerTide
 
 if TYPE_CHECKING:
@@ -271,12 +271,12 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         """
         if self._is_dummy:
             return
-        timing = None
+        reading = None
         self._number += 1
         if self.control is not None:
-            timing = self.control.step_ends(num_drafted)
+            reading = self.control.step_ends(num_drafted)
         self._steps.run(
-            "step", self._record, batch, sampler_output, num_drafted, timing
+            "step", self._record, batch, sampler_output, num_drafted, reading
         )
         if self._steps.tripped and self.control is not None:
             self._log.skip()
@@ -325,11 +325,11 @@ class WorkerTideV2(WorkerTide[ControlV2]):
         self._guard.run("stage", self.capture.stage, step, *hidden)
 
     def _record(
-        self, batch: Any, sampler_output: Any, num_drafted: int, timing: Timing | None
+        self, batch: Any, sampler_output: Any, num_drafted: int, reading: Reading | None
     ) -> None:
         step, self._step = self._step, None
         if step is not None and step.req_ids is batch.req_ids:
-            step.timing, step.steps = timing, num_drafted
+            step.reading, step.steps = reading, num_drafted
             step.number = self._number
             if self.control is not None:
                 step.explored = self.control.explored

@@ -12,7 +12,7 @@ Tokens, features and teacher come from the target, whichever draft is live.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,23 +26,10 @@ from vllm_tide.transport.process import steady_unix
 if TYPE_CHECKING:
     from vllm_tide.transport.record import Record
 
-PREFILL, VERIFY = 0, 1
+VERIFY = 1
 MAX_BRANCHES = 64
 """Rejected branches stored per request; those of a long request are similar."""
 _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The first `count` rows of a record: those that are committed."""
-
-    record: Record
-    count: int
-
-    @property
-    def end(self) -> int:
-        """Position after the last row."""
-        return self.record.start + self.count
 
 
 @dataclass
@@ -52,7 +39,7 @@ class _Open:
     tenant: int = 0
     sampled: bool = False
     loss_from: int = 0
-    pieces: list[_Piece] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     num_rows: int = 0
     end: int = 0  # position after the last committed one
@@ -151,7 +138,7 @@ class Assembler:
         One document per run of consecutive positions with a row to train at `since` or
         later, preceded by `context` rows.
         """
-        return self._last_rows(key, self._open[key].pieces, since, context)
+        return self._last_rows(key, self._open[key].records, since, context)
 
     def num_verify_steps(self, key: int) -> int:
         """Return how many verify steps of an open request had tokens of the draft."""
@@ -164,21 +151,22 @@ class Assembler:
         bonus token and all drafted tokens but the last follow, each with the teacher
         of the next token.
         """
-        pieces = self._open[key].pieces
-        drafted = [i for i, p in enumerate(pieces) if _num_drafted(p.record) > 0]
+        records = self._open[key].records
+        drafted = [i for i, record in enumerate(records) if _num_drafted(record) > 0]
         if not drafted:
             return None
-        record = pieces[drafted[-1]].record
-        first, last = record.start, _Piece(record, _num_drafted(record))
-        rows = self._last_rows(key, [*pieces[: drafted[-1]], last], first, context + 1)
+        before, last = records[: drafted[-1]], records[drafted[-1]]
+        first = last.start
+        last = replace(last, num_accepted=_num_drafted(last) - 1)
+        rows = self._last_rows(key, [*before, last], first, context + 1)
         return rows[-1] if rows and rows[-1].start < first else None
 
     def _last_rows(
-        self, key: int, pieces: list[_Piece], since: int, context: int
+        self, key: int, records: list[Record], since: int, context: int
     ) -> list[Sample]:
         low, request = since - context, self._open[key]
-        pieces = [piece for piece in pieces if piece.end > low]
-        documents = self._documents(key, request, pieces, since) if pieces else []
+        records = [r for r in records if r.start + r.num_committed > low]
+        documents = self._documents(key, request, records, since) if records else []
         rows = [
             s.window(max(0, low - s.start), s.num_tokens, since)
             for s in documents
@@ -206,8 +194,8 @@ class Assembler:
 
     def _append(self, request: _Open, record: Record, count: int) -> None:
         request.sampled |= record.sampled
-        committed = count if record.phase == PREFILL else record.num_accepted + 1
-        request.pieces.append(_Piece(record, committed))
+        committed = record.num_committed
+        request.records.append(record)
         request.num_rows += count
         request.end = max(request.end, record.start + committed)
         request.verify_steps += _num_drafted(record) > 0
@@ -253,17 +241,18 @@ class Assembler:
 
     def _cut(self, key: int, request: _Open) -> list[Sample]:
         out = self._build(key, request)
-        end = request.pieces[-1].end
-        context: list[_Piece] = []
+        last = request.records[-1]
+        end = last.start + last.num_committed
+        context: list[Record] = []
         rows = 0
-        for piece in reversed(request.pieces):
-            context.append(piece)
-            rows += len(piece.record.token_ids)
+        for record in reversed(request.records):
+            context.append(record)
+            rows += record.num_rows
             if rows >= self.context_rows:
                 break
         if rows > self.max_request_rows:  # one large prefill chunk: no context
             context, rows = [], 0
-        request.pieces = context[::-1]
+        request.records = context[::-1]
         request.branches = []
         request.loss_from = end
         self.open_rows += rows - request.num_rows
@@ -271,9 +260,9 @@ class Assembler:
         return out
 
     def _build(self, key: int, request: _Open) -> list[Sample]:
-        if not request.pieces:
+        if not request.records:
             return []
-        samples = self._documents(key, request, request.pieces, request.loss_from)
+        samples = self._documents(key, request, request.records, request.loss_from)
         for before, after in pairwise(samples):
             self.num_holes += after.start - before.start - before.num_tokens
         for sample in samples:
@@ -282,16 +271,18 @@ class Assembler:
         return [sample for sample in samples if sample.num_trained]
 
     def _documents(
-        self, key: int, request: _Open, pieces: list[_Piece], loss_from: int
+        self, key: int, request: _Open, records: list[Record], loss_from: int
     ) -> list[Sample]:
         """Build one document per run of consecutive positions."""
-        written = np.concatenate([np.arange(p.record.start, p.end) for p in pieces])
-        positions, rows = _last_write(written)
-        tokens = np.concatenate([p.record.token_ids[: p.count] for p in pieces])
-        features = torch.cat(
-            [self._floats(p.record.features[: p.count]) for p in pieces]
+        written = np.concatenate(
+            [np.arange(r.start, r.start + r.num_committed) for r in records]
         )
-        taught, hidden, topk = self._teachers(pieces, written, positions)
+        positions, rows = _last_write(written)
+        tokens = np.concatenate([r.token_ids[: r.num_committed] for r in records])
+        features = torch.cat(
+            [self._floats(r.features[: r.num_committed]) for r in records]
+        )
+        taught, hidden, topk = self._teachers(records, written, positions)
         captured_unix_s = steady_unix()
         out: list[Sample] = []
         breaks = np.flatnonzero(np.diff(positions) > 1) + 1
@@ -321,14 +312,14 @@ class Assembler:
         return out
 
     def _teachers(
-        self, pieces: list[_Piece], written: np.ndarray, positions: np.ndarray
+        self, records: list[Record], written: np.ndarray, positions: np.ndarray
     ) -> tuple[Tensor, Tensor | None, TopK | None]:
         """Return the teacher captured last for each position.
 
         A recomputed row without a teacher does not replace an earlier teacher.
         """
         has = np.concatenate(
-            [np.arange(p.count) >= p.record.teacher_start for p in pieces]
+            [np.arange(r.num_committed) >= r.teacher_start for r in records]
         )
         owner, source = _last_write(written[has])
         at = np.searchsorted(positions, owner)
@@ -338,9 +329,9 @@ class Assembler:
 
         def spread(name: str) -> Tensor | None:
             parts = []
-            for p in pieces:
-                value = getattr(p.record, name)
-                count = p.count - p.record.teacher_start
+            for record in records:
+                value = getattr(record, name)
+                count = record.num_committed - record.teacher_start
                 if value is None and count > 0:
                     return None
                 if value is not None and count > 0:

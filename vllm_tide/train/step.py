@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.module import Draft, Weights
-from vllm_tide.draft.rows import StepRows
 from vllm_tide.draft.target import TargetRows
 from vllm_tide.train.gpu import on_device
 from vllm_tide.train.loss_terms import LossMix
@@ -199,13 +198,12 @@ class TrainStep:
         return total * sums.num_ranks, sums.result(values)
 
     def _plan(self, packed: PackedBatch) -> Batch | None:
-        mix, num_steps = self.mix, self.config.ttt_steps
+        draft, mix = self.draft, self.mix
         kinds = {"committed": bool(mix.committed), "branches": self.trains_branches}
-        steps = plan_rows(packed, num_steps, **kinds)
-        return self._batch(packed, self.draft.choose_rows(steps)) if steps else None
-
-    def _batch(self, packed: PackedBatch, steps: list[StepRows]) -> Batch:
-        return Batch.from_plan(packed, steps, self.draft.vocab.draft_ids)
+        steps = plan_rows(packed, self.config.ttt_steps, **kinds)
+        if not steps:
+            return None
+        return Batch.from_plan(packed, draft.choose_rows(steps), draft.vocab.draft_ids)
 
     @torch.no_grad()
     def _teacher(self, rows: Tensor | TopK) -> Teacher | KernelTeacher:

@@ -136,6 +136,11 @@ class Record:
         return len(self.token_ids)
 
     @property
+    def num_committed(self) -> int:
+        """Number of committed rows, the first ones."""
+        return self.num_rows if self.phase == _PREFILL else self.num_accepted + 1
+
+    @property
     def metadata_only(self) -> bool:
         """True if it has only token ids and counts: no features, no teacher."""
         return bool(self.features.shape[1] == 0)
