@@ -166,6 +166,8 @@ def test_exact_is_test_time_speculation_and_restores_the_base(engine, monkeypatc
     clone = Eagle3Draft.clone
     monkeypatch.setattr(Eagle3Draft, "clone", lambda d, *a: clone(d, *a).double())
     monkeypatch.setattr(steps, "COMPUTE_DTYPE", torch.float64)
+    # However slow the machine, each step is published.
+    monkeypatch.setattr("vllm_tide.deploy.fast_draft.PUBLISH_SHARE", math.inf)
     sidecar = attach(engine)
     base = {name: t.clone() for name, t in sidecar.trainer.live.named_tensors().items()}
     reference, stream = Reference(sidecar.trainer.live), Stream(7)
