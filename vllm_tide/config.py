@@ -320,7 +320,7 @@ class TestTimeConfig(_Section):
         "auto",
         description="Draft from the request's own text where its acceptance is higher: "
         "`ngram` is prompt lookup of the last tokens (greedy drafts); `auto` is "
-        "`ngram` on Model Runner V1 with control and without `adapt`.",
+        "`ngram` on Model Runner V1 with control and without `adapt`, else `off`.",
     )
     adapt: Annotated[Literal["off", "shared", "exact"], _YAML_OFF] = Field(
         "off",
@@ -341,7 +341,9 @@ class TestTimeConfig(_Section):
 class SwapConfig(_Section):
     """Installation of a published draft."""
 
-    enabled: bool = Field(True, description="Install published drafts.")
+    enabled: bool = Field(
+        True, description="Install published drafts; without, no trainer is started."
+    )
 
 
 _NO_LEARNING = {"train": {"autostart": False}, "swap": {"enabled": False}}
@@ -495,6 +497,9 @@ def parse_tide(section: Any) -> TideConfig:
 
 
 def starts_trainer(config: TideConfig) -> bool:
-    """Return whether a server with this configuration starts a trainer or relay."""
-    trains = config.train.autostart and config.capture.enabled
-    return trains or config.spool.url is not None
+    """Return whether a server with this configuration starts a trainer or relay.
+
+    It needs the rows of capture, and a segment for its drafts.
+    """
+    configured = config.train.autostart or config.spool.url is not None
+    return configured and config.capture.enabled and config.swap.enabled

@@ -122,7 +122,11 @@ ENGINE = (
     ),
     _counter("faults", "Exceptions of TIDE contained in serving.", label="reason"),
     _counter(
-        "steps_without_drafts", "Steps without drafts, by reason.", label="reason"
+        "steps_without_drafts",
+        "Steps without drafts: no_gain (not faster), slo (a TPOT limit), no_room (no "
+        "request may draft: tide_k_max, or its last token), memory (the n-gram memory "
+        "drafts instead), check (to measure such a step).",
+        label="reason",
     ),
     _counter("steps_by_depth", "Steps by draft depth (draft passes).", label="depth"),
     _counter(
@@ -161,7 +165,8 @@ ENGINE = (
     ),
     _gauge(
         "capture_on",
-        "1 while capture is on, 0 while it is paused or off; absent without capture.",
+        "1 if capture was on in the last step, 0 if it was paused or off; absent "
+        "without capture.",
     ),
     _gauge(
         "control_suspended_seconds",

@@ -251,7 +251,7 @@ def without_control(section: dict[str, Any], error: ConfigError) -> dict[str, An
     control = section.get("control", {})
     if "policy" in control:
         raise error
-    logger.warning("tide: the speculative length is static: %s", error)
+    logger.warning("vllm_tide: the speculative length is static: %s", error)
     return {**section, "control": {**control, "policy": "static"}}
 
 
@@ -325,10 +325,12 @@ def _without_effect(
     """Yield sections, knobs (none: all of them), and why they have no effect."""
     capture, policy = tide.capture, tide.control.policy
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
+        why = "no request is captured (tide.capture)"
+    else:
+        why = "" if tide.swap.enabled else "tide.swap.enabled is false"
+    if why:
         for section in ("train", "schedule", "deploy"):
-            yield section, (), "no request is captured (tide.capture)"
-    elif not tide.swap.enabled:
-        yield "deploy", (), "tide.swap.enabled is false"
+            yield section, (), why
     if policy in ("static", "threshold"):
         knobs = ("slo_tpot_ms", "client_slo_tpot_ms", "min_gain", "probe_share")
         yield "control", knobs, f"tide.control.policy is {policy!r}"

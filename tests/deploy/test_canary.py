@@ -266,6 +266,14 @@ def test_a_regression_over_a_chain_of_superseded_drafts_is_detected(seeds):
     assert all(v.version == version for v, version in detected if v is not None)
 
 
+def test_a_rollback_by_command_ends_the_comparison():
+    machine, rng = on_trial()
+    assert trial_on(machine, rng, 0.8).decision == "keep"
+    assert machine.comparison is not None
+    machine.reject(2)
+    assert machine.comparison is None
+
+
 def test_after_a_rollback_no_draft_of_the_chain_enters_the_window():
     machine, rng = canary(), np.random.default_rng(0)
     window(machine, rng)

@@ -62,6 +62,8 @@ def test_missing_models_are_skipped(tmp_path, target):
         {"draft": draft, "model": "no/such"},  # nothing is fetched
     ):
         assert fit_of(tmp_path, **named).status is Status.SKIPPED, named
+    absent = fit_of(tmp_path, draft=draft, model=str(tmp_path / "gone"))
+    assert absent.status is Status.FAILED and "There is no model at" in absent.sentence
 
 
 def test_a_bad_setting_is_not_blamed_on_the_draft(tmp_path, target):

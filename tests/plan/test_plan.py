@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from tests.plan.paper import PRINTED, WITHIN
 from vllm_tide.cli.main import main
 from vllm_tide.plan import allocate
 from vllm_tide.plan.allocate import (
@@ -25,7 +26,6 @@ from vllm_tide.plan.allocate import (
     rows,
 )
 from vllm_tide.plan.cluster import EXAMPLE, read_cluster
-from vllm_tide.plan.paper import PRINTED, WITHIN
 from vllm_tide.plan.throughput import (
     SATURATED,
     Accelerators,
@@ -291,11 +291,6 @@ def test_the_command_recommends_no_training_without_a_gain(cluster_file, capsys)
     path = cluster_file(draft__length_after=1.9)
     assert main(["plan", "--cluster", str(path)]) == 1
     assert "Do not train: all serve, static draft" in capsys.readouterr().out
-
-
-def test_the_paper_check_is_a_command(capsys):
-    assert main(["plan", "--paper-check"]) == 0
-    assert capsys.readouterr().out.count("agrees") == len(PRINTED)
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def test_the_canary_of_the_models_trainer_decides(changed, helps):
 def test_the_verdict_has_the_measurements():
     assert verdict({}, SPEED, DECIDED) == (
         True,
-        "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 2.00 "
-        "tokens per verify step, 1.25x of plain decoding.",
+        "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 1.25x "
+        "of plain decoding, 2.00 tokens per verify step.",
     )
     assert verdict()[1].startswith("Unknown: no trainer of this model reports")
     compared = "no draft has been compared with its predecessor yet"
@@ -129,6 +129,25 @@ def test_the_verdict_has_the_measurements():
     helps, sentence = verdict({}, {}, {}, pages=False)
     assert helps is None
     assert "undecided, 1.91x -> 2.07x of plain decoding with the last" in sentence
+
+
+def test_a_speed_below_plain_decoding_does_not_help():
+    slow = {"plain_step_seconds": 4.0, "step_seconds": 5.0}
+    assert verdict({}, slow, DECIDED)[0] is False
+
+
+def test_the_memory_is_not_counted_as_drafting_that_is_off():
+    memory = {"memory_proposals": 400, "memory_accepted_tokens": 200}
+    off = {"steps_without_drafts": {"no_gain": 90, "slo": 10, "memory": 500}}
+    zero = {"memory_proposals": 0, "memory_accepted_tokens": 0, "draft_version": 0}
+    helps, sentence = verdict(zero, memory | off | SPEED | {"draft_version": 0})
+    assert helps is True
+    none = "Helps: no draft trained here is served; 1.25x of plain decoding"
+    assert sentence.startswith(none)
+    server = make_picture(history(zero, memory | off), "")["servers"][0]
+    assert server["off_share"] == 0.0
+    assert server["memory_proposals_per_s"] == pytest.approx(40.0)
+    assert server["memory_length"] == pytest.approx(1.5)
 
 
 def test_drafting_without_tokens_differs_from_drafting_that_is_off():

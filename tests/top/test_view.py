@@ -58,7 +58,7 @@ def test_every_figure_is_on_the_screen():
     for part in (
         "100.0 out, 200.0 in   4 running, 0 waiting",
         "2.00 tokens per verify step, 2.00 drafted",
-        "1.25 times plain decoding, no draft in 10% of steps",
+        "no draft in 10% of steps, 1.25 times plain decoding",
         "version 5 served, 5 swaps, last pause 10.9 ms",
         "32.0 of 256 MiB, read by a trainer",
         "400.0 rows/s, dropped per second: ring_full 3.0",

@@ -299,16 +299,19 @@ def test_a_serving_engine_does_not_keep_a_relay_from_ending(disk, engine):
 # Its start
 
 
-def test_a_server_with_a_spool_always_has_a_relay():
-    assert starts_trainer(parse_tide({}))
+@pytest.mark.parametrize("spool", [{}, {"spool": {"url": "/s"}}])
+def test_a_server_has_a_trainer_or_a_relay_if_that_gets_rows_and_sends_drafts(spool):
+    assert starts_trainer(parse_tide(spool))
+    assert starts_trainer(parse_tide({**spool, "train": {"autostart": False}})) == bool(
+        spool
+    )
     for nobody in (
         {"preset": "control"},
         {"preset": "observe"},
-        {"capture": {"enabled": False}},  # a trainer gets no rows
-        {"train": {"autostart": False}},
+        {"capture": {"enabled": False}},
+        {"swap": {"enabled": False}},
     ):
-        assert not starts_trainer(parse_tide(nobody))
-        assert starts_trainer(parse_tide({**nobody, "spool": {"url": "/s"}}))
+        assert not starts_trainer(parse_tide({**nobody, **spool}))
 
 
 def test_a_restarted_relay_does_not_store_the_draft_again(disk, engine, monkeypatch):

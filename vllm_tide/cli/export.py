@@ -65,8 +65,11 @@ def run(args: argparse.Namespace) -> int:
         return fail(error)
     target = draft.verifier.hub_name if draft.verifier else ""
     text = f"written: {folder} ({args.format}, from {draft.source})"
-    if not target:
-        text += "\nThe export has no target; `vllm serve DIR` needs --target HUB_NAME."
+    if not target and args.format == "speculators":
+        text += (
+            "\n`vllm serve DIR` finds its target by a hub name: export with --target "
+            "HUB_NAME. With a local target, use --format hf and --speculative-config."
+        )
     value = {"directory": str(folder), "source": draft.source}
     return emit(args, text, value | {"version": draft.version, "target": target})
 

@@ -19,8 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cluster", type=Path, metavar="FILE", help="see --example")
     what.add_argument("--example", action="store_true", help="print a cluster file")
-    text = "compare with the numbers in the TIDE paper"
-    what.add_argument("--paper-check", action="store_true", help=text)
     add_output(parser)
 
 
@@ -32,22 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if args.example:
         print(json.dumps(EXAMPLE, indent=2))
         return 0
-    if args.paper_check:
-        return _paper_check()
     try:
         plan = Plan(read_cluster(args.cluster))
     except ConfigError as error:
         return fail(error)
     status = emit(args, "\n".join(text(plan)), plan.to_json())
     return status if status or plan.train else EXIT_NO
-
-
-def _paper_check() -> int:
-    from vllm_tide.plan.paper import WITHIN, check
-
-    status = 0
-    for row, computed, agrees in check():
-        verdict = "agrees" if agrees else f"differs by more than {WITHIN}"
-        print(f"figure {row.figure:16} {row.value:.2f}, here {computed:.3f}: {verdict}")
-        status |= not agrees
-    return status

@@ -95,8 +95,8 @@ def _purge_holders(
     if missing or answers:
         return missing
     return (
-        f"no trainer is running in {run_dir}, and no relay: nothing was removed; if "
-        "the server's ring has rows, run purge again when a trainer runs"
+        f"no trainer is running in {run_dir}, and no relay: nothing was removed; rows "
+        "in the server's ring stay until a trainer reads them or the server stops"
     )
 
 

@@ -180,6 +180,7 @@ class Canary:
         self.backoff = max(self.backoff, BACKOFF_CYCLES)
         first = self._first if self.undecided else version
         self._rejected.update(range(first, version + 1))
+        self.comparison = None
         self._abort_trial()
 
     def restart(self) -> None:

@@ -171,6 +171,9 @@ def fit(subject: Subject) -> Finding:
         return skipped("No --model given, so the target is unknown.")
     elsewhere = "is not on this machine; vllm serve downloads and checks it."
     target = local_checkpoint(subject.model)
+    if target is None and subject.model[0] in "./~":
+        text = f"There is no model at {subject.model!r}."
+        return failed(text, "Correct --model: a directory with config.json.")
     if target is None:
         return skipped(f"The target {subject.model!r} {elsewhere}")
     try:

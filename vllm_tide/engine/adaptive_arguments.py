@@ -162,5 +162,7 @@ def switch_adaptive_on(vllm_config: Any, log: Any) -> None:
     except ValueError as error:
         speculative.enable_adaptive_verification = False
         log.warning(
-            "tide: %s stays off, so drafts are not cut per request: %s", KNOB, error
+            "vllm_tide: %s stays off, so drafts are not cut per request: %s",
+            KNOB,
+            error,
         )

@@ -78,7 +78,7 @@ def use_fresh_draft(config: dict[str, Any], tide: TideConfig, target: Any) -> No
     config["model"] = str(folder)
     config["method"] = method
     logger.info(
-        "tide: serving a fresh draft from %s under policy %r",
+        "vllm_tide: serving a fresh draft from %s under policy %r",
         folder,
         tide.control.policy,
     )

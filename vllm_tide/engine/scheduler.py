@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NotRequired, TypedDict
 
-from vllm_tide.config import TideConfig, parse_tide
+from vllm_tide.config import TideConfig, parse_tide, starts_trainer
 from vllm_tide.engine.requests import argument, length_cap
 from vllm_tide.metrics import increments
 from vllm_tide.transport.versions import step_of
@@ -55,7 +55,7 @@ def make_scheduler(speculative_config: Any, scheduler: Any) -> SchedulerTide | N
     if speculative_config is None or speculative_config.tide is None:
         return None
     config = parse_tide(speculative_config.tide)
-    if config.train.autostart and config.capture.enabled and config.spool.url is None:
+    if starts_trainer(config) and config.spool.url is None:
         leave_the_core()
     return SchedulerTide(speculative_config.num_speculative_tokens, scheduler, config)
 

@@ -35,10 +35,11 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     for note in notes(config, longest):
         logger.warning("vllm_tide: %s", note)
     logger.info(
-        "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s.",
+        "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s%s.",
         run_dir,
         config.control.policy,
         longest,
+        "; n-gram memory" if config.test_time.memory == "ngram" else "",
         "" if config.swap.enabled else "; drafts are not swapped",
         "" if starts_trainer(config) else "; no trainer is started",
     )

@@ -85,20 +85,23 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     if version is None:
         return _verdict(url, None, "tide is not configured on this server")
     length, speed = _length(grown), _ratio(grown, *_PLAIN_OVER_MEASURED)
-    off, steps = grown.by_label(_OFF, "reason"), grown.value(_STEPS)
-    if steps and (share := sum(off.values()) / steps) >= _MOSTLY:
+    off, share = _off(grown)
+    if share is not None and share >= _MOSTLY:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
         text = f"drafting is off in {share:.0%} of steps ({why})"
         return _verdict(url, False, text)
-    if length is None:
+    figures = [f"{speed:.2f}x of plain decoding"] if speed else []
+    figures += [f"{length:.2f} tokens per verify step"] if length else []
+    if not figures:
         when = "yet" if _length(page) is None else "recently"
         return _verdict(url, None, f"nothing drafted {when}")
-    figures = f"{length:.2f} tokens per verify step"
-    figures += f", {speed:.2f}x of plain decoding" if speed else ""
-    if not version:
-        return _verdict(url, False, f"no draft trained here is served; {figures}")
-    helps, comparison = _last_swap(trainer)
-    return _verdict(url, helps, f"{comparison}; {figures}")
+    faster = speed is not None and speed > 1.0
+    helps: bool | None = faster
+    comparison = "no draft trained here is served"
+    if version:
+        helps, comparison = _last_swap(trainer)
+        helps = helps and (faster or speed is None)
+    return _verdict(url, helps, f"{'; '.join((comparison, ', '.join(figures)))}")
 
 
 def server_figures(history: Sequence[Sample], url: str) -> Json:
@@ -106,11 +109,13 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
 
     `acceptance_length` is vLLM's: 1 + accepted / drafts, with the bonus token, without
     drafts of the memory; `draft_depth` is draft passes per step; `off_share` is a share
-    of steps; `faults` and `refused_drafts` are totals.
+    of steps; `faults` and `refused_drafts` are totals. `memory_length` is tokens per
+    step with a proposal of the memory.
     """
     page, grown = _window(history, url)
     newest = history[-1].pages.get(url, "not read")
-    steps, off = grown.value(_STEPS), grown.by_label(_OFF, "reason")
+    steps = grown.value(_STEPS)
+    proposals, from_memory = (grown.value(name) for name in _MEMORY)
     dropped = grown.by_label("vllm_tide:dropped_rows_total", "reason")
     rates = {k: grown.value(name) for k, name in _PER_SECOND.items()}
     # Draft passes of control, averaged over the window; else vLLM's draft tokens.
@@ -127,7 +132,9 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
         "acceptance_length": _length(grown),
         "draft_depth": depth,
         "speed": _ratio(grown, *_PLAIN_OVER_MEASURED) if depth else None,
-        "off_share": sum(off.values()) / steps if steps else None,
+        "off_share": _off(grown)[1],
+        "memory_proposals_per_s": proposals and proposals / grown.t_s,
+        "memory_length": proposals and 1.0 + (from_memory or 0.0) / proposals,
         "refused_drafts": page.by_label("vllm_tide:refused_drafts_total", "reason"),
         "dropped_rows_per_s": {k: v / grown.t_s for k, v in dropped.items() if v},
         "faults": page.by_label("vllm_tide:faults_total", "reason"),
@@ -187,6 +194,16 @@ def _window(history: Sequence[Sample], url: str) -> tuple[Page, Page]:
             break
         oldest = page
     return now, EMPTY if oldest is now else now.since(oldest)
+
+
+def _off(page: Page) -> tuple[dict[str, float], float | None]:
+    """Return the steps without any drafts by reason, and their share of all steps.
+
+    Steps with proposals of the memory are not among them.
+    """
+    off, steps = page.by_label(_OFF, "reason"), page.value(_STEPS)
+    off.pop("memory", None)
+    return off, sum(off.values()) / steps if steps else None
 
 
 def _ratio(page: Page, name: str, of: str) -> float | None:

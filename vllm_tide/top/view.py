@@ -40,8 +40,10 @@ _SERVER = {
     "{draft_depth:.2f} drafted",
 }
 _TIDE = {
-    "control": "|{speed:.2f} times plain decoding|, no draft in {off_share:.0%} of "
-    "steps",
+    "control": "no draft in {off_share:.0%} of steps|, {speed:.2f} times plain "
+    "decoding",
+    "memory": "|{memory_proposals_per_s:.1f} proposals/s, {memory_length:.2f} "
+    "tokens per step with one",
     "draft": "version {draft_version:.0f} served, {swaps:.0f} swaps"
     "|, last pause {last_swap_seconds:ms} ms"
     "|[yellow]; refused: {refused_drafts:.0f}[/]",

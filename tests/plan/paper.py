@@ -8,7 +8,6 @@ without speculation: s times the share of the serving GPUs' rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_tide.plan.throughput import Accelerators, Case, Learning, SpeedUp
@@ -29,7 +28,7 @@ class Published:
     value: float
 
     def computed(self) -> float:
-        """Return the value from this package's formulas."""
+        """Return the value from the formulas of `vllm_tide.plan`."""
         speed = SpeedUp.of_step_cost(1.0)
         groups = self.serving, self.training
         classes = tuple(
@@ -47,10 +46,3 @@ PRINTED = (
     Published("12, H100 4:1", ("H100", 16), ("MI250", 4), 1.30, 1.26),
     Published("12, MI300X 2:1", ("MI300X", 8), ("MI250", 4), 1.10, 0.99),
 )
-
-
-def check() -> Iterator[tuple[Published, float, bool]]:
-    """Yield each published value, the computed one, and whether they agree."""
-    for row in PRINTED:
-        computed = row.computed()
-        yield row, computed, abs(computed - row.value) <= WITHIN
