@@ -66,7 +66,9 @@ def without_credentials(text: str) -> str:
 def _storage(url: str) -> str:
     from fsspec.registry import available_protocols  # type: ignore[import-untyped]
 
-    protocol = url.partition("://")[0].partition("::")[0] if "://" in url else "file"
+    if "://" not in url:
+        return _absolute_or_home(url)
+    protocol = url.partition("://")[0].partition("::")[0]
     if protocol not in available_protocols():
         near = difflib.get_close_matches(protocol, available_protocols(), 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "see fsspec's list"

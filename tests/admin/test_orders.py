@@ -64,6 +64,8 @@ def test_accepted_drafts_are_rolled_back_in_order_at_any_versions(
     assert len(list(store.drafts())) == 1  # a rolled back draft does not return
     assert order(sidecar, "rollback")["to"] == 1
     assert_sent(engine, older)
+    assert order(sidecar, "rollback")["to"] == 0  # the initial draft
+    assert_sent(engine, first)
     with pytest.raises(TransportError, match="nothing was rolled back"):
         order(sidecar, "rollback")
     sidecar.feeds.close()

@@ -102,6 +102,8 @@ CASES = [
     (["purge", "--tenant-id", "zz", "--run-dir", "DIR/r"], 2, "'zz' is not a hexade"),
     (["train", "--run-dir", "DIR/r"], 1, "no live engine in DIR/r: start the server"),
     (["train", "--spool", "DIR/open"], 2, "DIR/open is accessible to all users and"),
+    (["train", "--spool", "DIR/typo"], 2, "--spool: there is no spool at DIR/typo;"),
+    (["train", "--spool", ""], 2, "--spool: is empty; give the server's tide.spool"),
     (["train", "--config", "DIR/nope.json"], 2, "error: --config: 'DIR/nope.json' can"),
     (["train", "--config", "DIR/section.json"], 2, "error: --config: tide.captur: "),
     (["train", "--model", "DIR/x"], 2, "error: --model: applies only to engines of a"),

@@ -85,7 +85,7 @@ def test_an_engine_that_refuses_the_next_base_gets_no_older_one():
         ("capture", "enabled", False),
         ("capture", "consent", "off"),
         ("swap", "enabled", False),
-        ("spool", "url", "s"),
+        ("spool", "url", "/s"),
         ("schedule", "mode", "tide"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     assert not heads(engine)
 
 
-def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine):
+def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch):
     sidecar, before = published_once(engine)
     sidecar.feeds.close()
     again = attach(engine)  # nothing is stored before the canary's verdict
@@ -165,14 +165,22 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine):
     assert again.deployment.rollback("ordered")["to"] == 0
     assert_live(again, before)
     assert_sent(engine, before)
+    again.feeds.close()
+    # A draft that a file has in another form: t2d is not trained.
+    third = attach(engine)
+    live = third.trainer.live_tensors
+    extra = {"t2d": torch.ones(4, dtype=torch.bool)}
+    monkeypatch.setattr(third.trainer, "live_tensors", lambda: live() | extra)
+    with pytest.raises(TransportError, match="no draft before version 2"):
+        third.deployment.rollback("ordered")
 
 
-def test_two_trainers_with_one_store_are_logged(engine, caplog):
+def test_two_trainers_with_one_store_are_logged(engine):
     first = attach(engine)
-    assert "another directory" not in caplog.text
     first.feeds.close()
     attach(engine).feeds.close()
-    assert "tide.train.state_dir: the trainer of another server" in caplog.text
+    (event,) = events(engine, "state_dir_shared")
+    assert "set another tide.train.state_dir" in event["reason"]
 
 
 def test_a_new_number_waits_for_the_canary_and_needs_none(engine):

@@ -137,7 +137,8 @@ def test_trainers_are_newest_first_without_old_and_damaged_files(tmp_path):
     write_status(tmp_path, "damaged", canary=[1], last_publish_unix=10**400)
     for name, text in (("x", "{"), ("y", "[1]"), ("z", '{"updated_unix": "soon"}')):
         (tmp_path / f"trainer-{name}.json").write_text(text)
-    trainers = read_trainers(tmp_path)
+    assert [each["name"] for each in read_trainers(tmp_path, [])] == ["new"]
+    trainers = read_trainers(tmp_path, ["e1"])
     assert [trainer["name"] for trainer in trainers] == ["new", "before"]
     assert [trainer["silent"] for trainer in trainers] == [False, True]
     assert trainers[0]["seconds_since_publish"] == pytest.approx(32, abs=10)

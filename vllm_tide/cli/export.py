@@ -85,6 +85,8 @@ def _read(args: argparse.Namespace) -> ExportedDraft:
         return from_state_dir(args.state_dir, args.source, args.target)
     run_dir = args.run_dir or default_run_dir()
     hint = "give --run-dir, or export a directory with --from"
+    if args.state_dir is not None:
+        hint = "give --from and --target, as stored drafts have no configuration"
     manifest = newest_engine(run_dir, args.engine, hint)
     assert manifest is not None  # noqa: S101 - raises if a hint is given
     if args.state_dir is None:

@@ -88,6 +88,8 @@ def _lead(
 
     configured = override.run_dir if override is not None else None
     run_dir = args.run_dir or (Path(configured) if configured else default_run_dir())
+    if args.spool == "":
+        raise ConfigError("--spool: is empty; give the server's tide.spool.url")
     spool = args.spool or (override.spool.url if override is not None else None)
     if spool is not None:
         prepare_run_dir(run_dir)
@@ -155,7 +157,9 @@ def _find(
 
     folder = None if spool is not None and args.run_dir is None else run_dir
     place = folder or "the spool"  # its URL may contain a password
-    feeds = open_feeds(folder, spool, args.engine, model=args.model)
+    feeds = open_feeds(
+        folder, spool, args.engine, model=args.model, create_spool=args.wait
+    )
     last_heartbeat = time.monotonic()
     until = last_heartbeat + FIRST_SCAN_S
     feeds.poll()

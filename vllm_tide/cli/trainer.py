@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.cli import EXIT_NO, add_output, add_run_dir, emit, fail
+from vllm_tide.config import ConfigError, parse_tide, starts_trainer
 from vllm_tide.transport.admin import (
     Answer,
     display_names,
@@ -146,13 +147,15 @@ def _why_no_trainer(run_dir: Path) -> str:
         )
     return (
         f"no trainer answers in {run_dir}, and its server starts none (tide.preset, "
-        "tide.train.autostart): see `vllm-tide top`"
+        "capture, swap, train.autostart): see `vllm-tide top`"
     )
 
 
 def _starts_trainer(engine: EngineManifest) -> bool:
-    train, capture = engine.tide.get("train"), engine.tide.get("capture")
-    return bool((train or {}).get("autostart")) and bool((capture or {}).get("enabled"))
+    try:
+        return starts_trainer(parse_tide(engine.tide))
+    except ConfigError:  # of another version
+        return True
 
 
 def _print_answers(

@@ -69,6 +69,7 @@ class Deployment:
     Args:
         trainer: Its live draft is the last one deployed and not rolled back.
         store: Stores kept drafts for a restart; None: no store.
+        initial: Reads the draft that the servers started with.
 
     Attributes:
         published: Newest published version; 0 without one.
@@ -83,7 +84,9 @@ class Deployment:
         store: DraftStore | None,
         add_event: AddEvent,
         served: ServedRequests,
+        initial: Callable[[], Master],
     ) -> None:
+        self._initial = initial
         self._feeds, self._trainer, self._add_event = feeds, trainer, add_event
         self._store, self._served = store, served
         self.canary, self._config = Canary(config.deploy), config.deploy
@@ -264,9 +267,10 @@ class Deployment:
         for stored in () if self._store is None else self._store.drafts():
             if not has_weights(stored.master, live):
                 return stored.version, stored.master
-        initial = self._drafts.get(0)
-        if version and initial is not None and not has_weights(initial.master, live):
-            return 0, initial.master
+        if version:
+            initial = self._initial()
+            if not has_weights(initial, {n: live[n] for n in initial if n in live}):
+                return 0, initial
         raise TransportError(
             f"no draft before version {version} is known: nothing was rolled back"
             if version
@@ -279,7 +283,12 @@ class Deployment:
         if self._pending is not None:
             return "a rollback that no engine has received yet"
         if self.canary.backoff:
-            return f"{self.canary.backoff} cycles after a rollback"
+            some = (
+                "one cycle"
+                if self.canary.backoff == 1
+                else f"{self.canary.backoff} cycles"
+            )
+            return f"{some} after a rollback"
         if not self.canary.may_publish:
             return "the canary of the last publication"
         if not self._apart(time.monotonic()):

@@ -5,6 +5,7 @@ The engine verifies and installs it like any draft; the next trainer continues f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vllm_tide.deploy.store import (
     store_fingerprint,
 )
 from vllm_tide.draft.checkpoint import read_tensors
-from vllm_tide.draft.config import read_config
+from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
@@ -26,6 +27,25 @@ from vllm_tide.transport.rendezvous import EngineManifest
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.versions import first_version, number_of
 from vllm_tide.transport.weights import WeightsSegment, WeightsWriter
+
+
+def initial_draft(draft_path: str | Path, shared: Collection[str]) -> dict[str, Tensor]:
+    """Read the trained tensors of a draft's checkpoint, by parameter.
+
+    Raises:
+        TransportError: It cannot be read.
+    """
+    try:
+        return canonical(_trained_tensors(draft_path, shared))
+    except DraftError as error:
+        raise TransportError(f"{error} Nothing was rolled back.") from error
+
+
+def _trained_tensors(
+    draft_path: str | Path, shared: Collection[str]
+) -> dict[str, Tensor]:
+    tensors = read_tensors(draft_path)
+    return {n: t for n, t in tensors.items() if n != "t2d" and n not in shared}
 
 
 def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
@@ -58,11 +78,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
                 "no draft has been published: there is nothing to roll back"
             )
         live = _published(manifest.weights)
-        given = {
-            name: tensor
-            for name, tensor in read_tensors(manifest.draft_path).items()
-            if name != "t2d" and name not in manifest.shared
-        }
+        given = _trained_tensors(manifest.draft_path, manifest.shared)
         to, master, before = 0, canonical(given), None
         names = canonical({name: name for name in given})
         store = DraftStore(

@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import (
     ABANDONED_S,
     is_temporary,
+    take_lock,
     write_private,
 )
 from vllm_tide.transport.shm import MALFORMED
@@ -115,6 +117,13 @@ class DraftStore:
                 f"tide.train.state_dir: {directory} cannot be used "
                 f"({error.strerror}); set it to a writable directory."
             ) from None
+
+    def claim(self) -> bool:
+        """Lock the drafts of this fingerprint; return False if another process has."""
+        fd = take_lock(self.directory, self.fingerprint[:16])
+        if fd is not None:
+            weakref.finalize(self, os.close, fd)
+        return fd is not None
 
     def put(
         self,

@@ -84,6 +84,7 @@ class Control:
             "memory_accepted_tokens": accepted,
             "draft_depth": new_passes / new_steps if new_steps else None,
             "malformed_limits": self._requests.malformed_limits,
+            "ignored_limits": self._requests.ignored_limits,
             "slo_requests": {"met": self._slo.met, "missed": self._slo.missed},
         }
 

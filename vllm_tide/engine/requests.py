@@ -23,6 +23,7 @@ class Requests:
         sampled: bool [capacity], temperature > 0.
         constrained: bool [capacity], the output follows a grammar.
         malformed_limits: Number of requests with an invalid limit.
+        ignored_limits: Number of requests with a limit where clients may set none.
     """
 
     def __init__(self, capacity: int, longest: int, config: ControlConfig) -> None:
@@ -30,7 +31,7 @@ class Requests:
         self.sampled = np.zeros(capacity, bool)
         self.constrained = np.zeros(capacity, bool)
         self.slo = SloBook(capacity)
-        self.malformed_limits = 0
+        self.malformed_limits = self.ignored_limits = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._latest: tuple[list[str], np.ndarray] | None = None  # of `slots`
         self._most_tokens = np.zeros(capacity, np.int64)  # of prompt and output
@@ -117,7 +118,10 @@ class Requests:
         if not 0 < limit < float("inf"):
             self.malformed_limits += 1
             return None
-        return None if self._least_ms is None else max(limit, self._least_ms)
+        if self._least_ms is None:
+            self.ignored_limits += 1
+            return None
+        return max(limit, self._least_ms)
 
 
 def argument(params: Any, name: str) -> Any:

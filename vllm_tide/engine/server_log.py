@@ -25,7 +25,7 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     else:
         logger.info(
             "vllm_tide: captures tokens and hidden states of %s%s of all tenants%s, "
-            "into memory shared with the trainer%s. `vllm-tide capture off` stops it; "
+            "into shared memory%s. `vllm-tide capture off` stops it; "
             "tide_capture false in vllm_xargs excludes a request.",
             f"{100 * capture.sample_rate:g}% of " if capture.sample_rate < 1 else "",
             "all requests" if opt_out else "requests with tide_capture true",
@@ -60,6 +60,8 @@ _ARGUMENTS = {
     "not captured",
     "malformed_tenant": "tide_tenant is not a string of 1 to 256 characters; such "
     "requests are not captured",
+    "ignored_limits": "tide_slo_tpot_ms is ignored, as "
+    "tide.control.client_slo_tpot_ms is null",
     "malformed_limits": "tide_slo_tpot_ms is not a positive number and is ignored",
 }
 
@@ -85,8 +87,9 @@ class ServerLog:
 
     def report(self, report: Mapping[str, Any], now: float) -> None:
         """Log changes in a report: errors in requests, drafting on or off."""
-        malformed = {"malformed_limits": report.get("malformed_limits", 0)}
-        for reason, count in {**report.get("dropped", {}), **malformed}.items():
+        names = ("malformed_limits", "ignored_limits")
+        limits = {name: report.get(name, 0) for name in names}
+        for reason, count in {**report.get("dropped", {}), **limits}.items():
             if count and reason in _ARGUMENTS and reason not in self._noted:
                 self._noted.add(reason)
                 logger.warning(
@@ -126,7 +129,10 @@ class ServerLog:
 _EVENT = re.compile(r" INFO event=(\w+) (.*)$")
 _RELAY_ERROR = re.compile(r" vllm_tide\.relay ERROR (.*)$")
 _CYCLE = re.compile(r"cycle=(\d+) .*\breason=(.*)$")
-_REPEATED = ("publish", "unpublished", "keep", "rollback", "refused", "purge", "shift")
+_REPEATED = (
+    "publish", "unpublished", "keep", "rollback", "refused", "purge", "shift",
+    "state_dir_shared",
+)  # fmt: skip
 _MOST_BYTES = 1 << 20
 
 

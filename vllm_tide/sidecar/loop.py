@@ -24,6 +24,7 @@ from vllm_tide.config import TideConfig, TrainConfig, parse_tide
 from vllm_tide.deploy.canary_groups import Groups
 from vllm_tide.deploy.deployment import Deployment
 from vllm_tide.deploy.fast_draft import FastDraft
+from vllm_tide.deploy.rollback import initial_draft
 from vllm_tide.deploy.schedule import Schedule
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
 from vllm_tide.deploy.store import DraftStore, store_fingerprint
@@ -51,7 +52,7 @@ from vllm_tide.transport.admin import AdminSocket, Answer
 from vllm_tide.transport.feed_spool import Feed
 from vllm_tide.transport.feeds import Feeds
 from vllm_tide.transport.process import renice
-from vllm_tide.transport.rendezvous import read_manifests, state_dirs, take_lock
+from vllm_tide.transport.rendezvous import read_manifests, state_dirs
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
 from vllm_tide.transport.tenant import purged_tenant
@@ -146,16 +147,20 @@ class Sidecar:
             rows_fingerprint(self._target_path), read_config(self._draft_path)
         )
         store = DraftStore(self._state_dir(), fingerprint)
-        self._state_lock = take_lock(self._state_dir(), fingerprint[:16])
-        if self._state_lock is None:
-            logger.warning(
-                "tide.train.state_dir: the trainer of another server of this model "
-                "stores drafts in %s too, and a rollback removes the newest; set "
-                "another directory",
-                self._state_dir(),
+        if not store.claim():
+            why = (
+                "the trainer of another server of this model stores drafts there too, "
+                "and a rollback removes the newest: set another tide.train.state_dir"
             )
+            self.report.add("state_dir_shared", path=str(self._state_dir()), reason=why)
         self.deployment = Deployment(
-            feeds, self.trainer, self.tide, store, self.report.add, self._served
+            feeds,
+            self.trainer,
+            self.tide,
+            store,
+            self.report.add,
+            self._served,
+            lambda: initial_draft(self._draft_path, self.manifest.shared),
         )
         self.deployment.adopt()
         self.fast = FastDraft(
@@ -205,8 +210,6 @@ class Sidecar:
             self.trainer.stepper.close()
             self.feeds.close()
             self._admin.close()
-            if self._state_lock is not None:
-                os.close(self._state_lock)
         return self.status.state
 
     def _tick(self) -> bool:

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,10 +210,11 @@ def _policy(tide: Any) -> str:
         return ""
 
 
-def read_trainers(run_dir: Path) -> list[Json]:
+def read_trainers(run_dir: Path, engines: Collection[str]) -> list[Json]:
     """Read the figures of the trainers' status files, newest first.
 
-    Files older than `OLD_S` are left out.
+    Left out are files older than `OLD_S`, and silent trainers of none of the live
+    `engines`: they were killed.
     """
     trainers = []
     for path in run_dir.glob("trainer-*.json"):
@@ -223,7 +224,8 @@ def read_trainers(run_dir: Path) -> list[Json]:
             figures = trainer_figures(path.stem[len("trainer-") :], status, age_s)
         except _DAMAGE:
             continue
-        if age_s < OLD_S:
+        served = set(status.get("engines") or ()) & set(engines)
+        if age_s < OLD_S and (served or not figures["silent"]):
             trainers.append(figures)
     return sorted(trainers, key=lambda trainer: (trainer["age_s"], trainer["name"]))
 
@@ -276,7 +278,9 @@ class Sampler:
         """Take a sample; invalid data of a server or file do not raise."""
         with ThreadPoolExecutor() as pool:
             pages = dict(zip(self.urls, pool.map(fetch, self.urls), strict=True))
-        engines, trainers = read_engines(self.run_dir), read_trainers(self.run_dir)
+        engines = read_engines(self.run_dir)
+        alive = [engine["engine_id"] for engine in engines if engine["alive"]]
+        trainers = read_trainers(self.run_dir, alive)
         now = time.monotonic()
         self.history.append(Sample(now, time.time(), pages, engines, trainers))
         # Keep the oldest until the next one covers the window.

@@ -90,18 +90,17 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
         text = f"drafting is off in {share:.0%} of steps ({why})"
         return _verdict(url, False, text)
-    figures = [f"{speed:.2f}x of plain decoding"] if speed else []
-    figures += [f"{length:.2f} tokens per verify step"] if length else []
-    if not figures:
+    known = [f"{speed:.2f}x of plain decoding"] if speed else []
+    known += [f"{length:.2f} tokens per verify step"] if length else []
+    if not known:
         when = "yet" if _length(page) is None else "recently"
         return _verdict(url, None, f"nothing drafted {when}")
-    faster = speed is not None and speed > 1.0
-    helps: bool | None = faster
-    comparison = "no draft trained here is served"
-    if version:
-        helps, comparison = _last_swap(trainer)
-        helps = helps and (faster or speed is None)
-    return _verdict(url, helps, f"{'; '.join((comparison, ', '.join(figures)))}")
+    faster, figures = speed is not None and speed > 1.0, ", ".join(known)
+    if not version:
+        return _verdict(url, faster, f"{figures}; no draft trained here is served")
+    helps, comparison = _last_swap(trainer)
+    helps = helps and (faster or speed is None)
+    return _verdict(url, helps, f"{comparison}; {figures}")
 
 
 def server_figures(history: Sequence[Sample], url: str) -> Json:
@@ -133,8 +132,8 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
         "draft_depth": depth,
         "speed": _ratio(grown, *_PLAIN_OVER_MEASURED) if depth else None,
         "off_share": _off(grown)[1],
-        "memory_proposals_per_s": proposals and proposals / grown.t_s,
-        "memory_length": proposals and 1.0 + (from_memory or 0.0) / proposals,
+        "memory_proposals_per_s": proposals / grown.t_s if proposals else None,
+        "memory_length": 1 + (from_memory or 0) / proposals if proposals else None,
         "refused_drafts": page.by_label("vllm_tide:refused_drafts_total", "reason"),
         "dropped_rows_per_s": {k: v / grown.t_s for k, v in dropped.items() if v},
         "faults": page.by_label("vllm_tide:faults_total", "reason"),
@@ -164,7 +163,7 @@ def _last_swap(trainer: Json | None) -> tuple[bool | None, str]:
     change, error = trainer["speed_change"], trainer["speed_error"]
     figures = (trainer["speed_before"], trainer["speed_after"], change, error)
     if not all(isinstance(figure, int | float) for figure in figures):
-        return None, "no draft has been compared with its predecessor yet"
+        return None, "the served draft has not been compared with its predecessor"
     text = (
         f"{trainer['speed_before']:.2f}x -> {trainer['speed_after']:.2f}x of plain "
         f"decoding with the last swap ({change:+.0%} +- {error:.0%})"
@@ -219,4 +218,5 @@ def _length(page: Page) -> float | None:
         return None
     proposals, from_memory = (page.value(name) or 0.0 for name in _MEMORY)
     drafts -= proposals
-    return 1.0 + (accepted - from_memory) / drafts if drafts > 0 else None
+    # The counters are of slightly different times.
+    return 1 + max(accepted - from_memory, 0.0) / drafts if drafts > 0 else None

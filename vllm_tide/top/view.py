@@ -40,7 +40,7 @@ _SERVER = {
     "{draft_depth:.2f} drafted",
 }
 _TIDE = {
-    "control": "no draft in {off_share:.0%} of steps|, {speed:.2f} times plain "
+    "control": "|no draft in {off_share:.0%} of steps|, {speed:.2f} times plain "
     "decoding",
     "memory": "|{memory_proposals_per_s:.1f} proposals/s, {memory_length:.2f} "
     "tokens per step with one",

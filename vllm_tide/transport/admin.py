@@ -219,8 +219,9 @@ def send_to_all(
                 answer = json.loads(client.makefile("rb").readline())
                 answers[name] = answer | {}  # an object
             except TimeoutError:
-                text = f"has not answered in {timeout_s:.1f} s; is its process "
-                text += "stopped? Increase --timeout if its steps are long"
+                text = f"has not answered in {timeout_s:.1f} s: its process is "
+                text += "stopped, its steps are long, or all cores are busy (it has a "
+                text += "low priority, tide.train.nice); increase --timeout"
                 answers[name] = {"ok": False, "error": text}
             except (OSError, RecursionError, TypeError, ValueError) as fault:
                 answers[name] = {"ok": False, "error": f"no valid answer: {fault}"}

@@ -367,7 +367,8 @@ def _unexpected(error: Exception) -> str:
 class SpoolSource:
     """Engines with a relay that writes to a spool; see ``SpoolFeed``.
 
-    A thread scans the spool, and each feed has a thread. `model`: see `find_models`.
+    A thread scans the spool, and each feed has a thread. `model`: see `find_models`;
+    `create`: see `Store`.
 
     Attributes:
         failing: Why the last scan failed; empty if it succeeded.
@@ -381,8 +382,9 @@ class SpoolSource:
         model: str | None = None,
         cache: Path | None = None,
         threaded: bool = True,
+        create: bool = True,
     ) -> None:
-        self._store = Store(url)
+        self._store = Store(url, create=create)
         self._engine_id, self._model, self._cache = engine_id, model, cache
         self._threaded = threaded
         self._heartbeats: dict[str, HeartbeatMonitor] = {}

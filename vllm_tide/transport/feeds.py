@@ -424,15 +424,17 @@ def open_feeds(
     engine_id: str | None = None,
     *,
     model: str | None = None,
+    create_spool: bool = True,
 ) -> Feeds:
     """Create feeds for a run directory, a spool or both, or for one engine in them.
 
     Args:
         model: The target of the engines of the spool (`spool_models.find_models`).
+        create_spool: Whether to create the spool's directory if it is missing.
     """
     sources: list[Source] = []
     if run_dir is not None:
         sources.append(RunDirSource(run_dir, engine_id))
     if spool is not None:
-        sources.append(SpoolSource(spool, engine_id, model=model))
+        sources.append(SpoolSource(spool, engine_id, model=model, create=create_spool))
     return Feeds(sources)
