@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_222,
+    ".": 2_224,
     "capture": 1_174,
     "cli": 1_612,
     "control": 2_020,
@@ -32,9 +32,9 @@ LINES = {
     "memory": 292,
     "plan": 552,
     "sidecar": 841,
-    "top": 737,
+    "top": 740,
     "train": 4_373,
-    "transport": 5_467,
+    "transport": 5_468,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

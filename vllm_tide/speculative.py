@@ -176,6 +176,8 @@ def mistakes(config: Mapping[str, Any], *, whole: bool = False) -> list[str]:
 
 def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     method, model = config.get("method", METHODS[0]), config.get("model")
+    for name in sorted(config.keys() & TideConfig.model_fields.keys()):
+        yield f"{name}: is a knob of the tide section; move it into it."
     if method not in METHODS:
         yield (
             "method: tide trains EAGLE-3 and DFlash drafts; set it to "

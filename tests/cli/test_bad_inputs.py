@@ -51,7 +51,7 @@ CASES = [
     ([*CHECK, "DIR/broken.yaml"], 2, "is not valid YAML: while parsing"),
     ([*CHECK, "DIR/empty.json"], 2, "empty.json' is empty; give a JSON object"),
     ([*CHECK, "DIR/empty.yaml"], 2, "empty.yaml' is empty; give a JSON object"),
-    ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json has no tide section; add"),
+    ([*CHECK, "DIR/no-tide.json"], 2, "no-tide.json has no tide section, so"),
     ([*CHECK, "DIR/number-key.yaml"], 2, "the key 1 in line 2 is not a string; put "),
     ([*CHECK, "DIR/off.yaml"], 0, "off.yaml: valid. vllm serve"),
     ([*CHECK, "~nosuchuser/x"], 2, "'~nosuchuser/x' cannot be read (No "),
@@ -62,7 +62,8 @@ CASES = [
     ([*CHECK, inline(model=7)], 2, "model: must be a string, got 7; give the direct"),
     ([*CHECK, inline(num_speculative_tokens=0)], 2, "must be an integer of at least 1"),
     ([*CHECK, inline(num_speculative_tokens="x")], 2, 'at least 1, got "x"; set the'),
-    ([*CHECK, inline(tide=None)], 2, "tide: the inline JSON has no tide section; add"),
+    ([*CHECK, inline(tide=None)], 2, "tide: the inline JSON has no tide section, so"),
+    ([*CHECK, inline(preset="observe")], 2, "preset: is a knob of the tide section; m"),
     (
         [*CHECK, inline(tide={"swap": True})],
         2,

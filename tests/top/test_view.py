@@ -80,7 +80,7 @@ def test_without_a_server_the_ring_is_shown():
     assert text.count("Unknown: undecided") == 2
     assert "0.5 of 1 MiB, read by a trainer" in text
     assert "1 records damaged" in text
-    assert "5 installed, 6 published, 6 refused (norm); pause 10.9 ms" in text
+    assert "5 installed, pause 10.9 ms, 6 published, 6 refused (norm)" in text
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 10), (2, 2)])

@@ -111,8 +111,8 @@ def make_subject(
             if speculative.get("tide") is None:
                 where = "the inline JSON" if is_inline(source) else source
                 raise ConfigError(
-                    f'tide: {where} has no tide section; add "tide": {{}} for the '
-                    "defaults."
+                    f"tide: {where} has no tide section, so vllm_tide is off; add "
+                    '"tide": {} for the defaults.'
                 )
             error = "\n".join(mistakes(speculative, whole=True))
             tide = parse_tide(speculative["tide"])

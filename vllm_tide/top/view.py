@@ -56,9 +56,9 @@ _ENGINE = {
     "ring": _RING,
     "capture": "|{written_rows} rows|, {dropped_rows} dropped"
     "|[red], {corrupt_records} records damaged[/]",
-    "draft": "|version {installed_version} installed|, {published_version} published"
-    "|[yellow], {refused_version} refused[/]| ({refused_reason})"
-    "|; pause {swap_pause_ms:.1f} ms",
+    "draft": "|version {installed_version} installed, pause {swap_pause_ms:.1f} ms"
+    "|, {published_version} published"
+    "|[yellow], {refused_version} refused[/]| ({refused_reason})",
 }
 _TRAINER = {
     "cycle": "{cycles}, {steps} steps, loss [bold]{loss:.3f}[/], "

@@ -224,7 +224,8 @@ def send_to_all(
                 text += "low priority, tide.train.nice); increase --timeout"
                 answers[name] = {"ok": False, "error": text}
             except (OSError, RecursionError, TypeError, ValueError) as fault:
-                answers[name] = {"ok": False, "error": f"no valid answer: {fault}"}
+                why = getattr(fault, "strerror", None) or fault
+                answers[name] = {"ok": False, "error": f"no valid answer: {why}"}
     return answers
 
 
