@@ -23,7 +23,7 @@ LINES = {
     "cli": 1_612,
     "control": 2_020,
     "dashboards": 69,
-    "deploy": 2_426,
+    "deploy": 2_432,
     "doctor": 926,
     "draft": 3_574,
     "engine": 6_757,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -173,6 +174,14 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch
     monkeypatch.setattr(third.trainer, "live_tensors", lambda: live() | extra)
     with pytest.raises(TransportError, match="no draft before version 2"):
         third.deployment.rollback("ordered")
+
+
+def test_a_store_without_locks_does_not_end_the_trainer(engine, monkeypatch):
+    def none(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("vllm_tide.deploy.store.take_lock", none)
+    attach(engine).feeds.close()
 
 
 def test_two_trainers_with_one_store_are_logged(engine):

@@ -85,5 +85,6 @@ def test_clients_set_limits_where_the_operator_allows(
     operator, least, given, limit, asked
 ):
     control = {"slo_tpot_ms": operator, "client_slo_tpot_ms": least}
-    limits = book_of({"tide_slo_tpot_ms": given}, **control)[2:]
-    assert limits == (limit, asked)
+    book, _, *limits = book_of({"tide_slo_tpot_ms": given}, **control)
+    assert limits == [limit, asked]
+    assert book.ignored_limits == (least is None)
