@@ -34,7 +34,7 @@ LINES = {
     "sidecar": 841,
     "top": 740,
     "train": 4_373,
-    "transport": 5_468,
+    "transport": 5_471,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

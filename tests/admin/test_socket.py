@@ -69,9 +69,9 @@ def client_of(folder):
     return client
 
 
-def leave_socket(run_dir):
+def leave_socket(run_dir, name="trainer-1-0.sock"):
     """Make the file of a killed trainer."""
-    dead = run_dir / "trainer-1-0.sock"
+    dead = run_dir / name
     fd = os.open(run_dir, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(f"/proc/self/fd/{fd}/{dead.name}")
@@ -147,6 +147,22 @@ def test_a_socket_without_its_name_is_bound_again(served, run_dir):
         (path,) = trainers(run_dir).values()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def test_a_file_appears_when_its_socket_accepts_clients(run_dir, monkeypatch):
+    before = []
+
+    class Listener(socket.socket):
+        def listen(self, *backlog):
+            before.append(trainers(run_dir))
+            super().listen(*backlog)
+
+    monkeypatch.setattr(socket, "socket", Listener)
+    trainer = AdminSocket("trainer", run_dir)
+    assert before == [{}]
+    assert list(trainers(run_dir)) == [trainer.name]
+    trainer.close()
+    assert not list(run_dir.iterdir())
 
 
 def clear(run_dir):
@@ -231,6 +247,7 @@ def test_the_socket_of_a_killed_trainer_is_not_running_and_is_removed(run_dir, c
     assert list(trainers(run_dir)) == sorted([dead.name, trainer.name])
     trainer.close()  # the other may just be starting
     os.utime(dead, (0, 0))
+    os.utime(leave_socket(run_dir, ".trainer-2-0.sock"), (0, 0))
     AdminSocket("trainer", run_dir).close()
     assert list(run_dir.iterdir()) == []
 

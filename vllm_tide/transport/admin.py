@@ -254,16 +254,19 @@ def _reachable(path: Path) -> Iterator[str]:
 
 
 def _listen(path: Path) -> socket.socket:
+    """Create a socket; its file appears when it accepts clients."""
     listener = socket.socket(socket.AF_UNIX)
+    unready = path.with_name(f".{path.name}")
     try:
-        with _reachable(path) as name:
+        with _reachable(unready) as name:
             listener.bind(name)
-        path.chmod(0o600)
+        unready.chmod(0o600)
         listener.listen()
         listener.setblocking(False)
+        unready.rename(path)
     except BaseException:
         listener.close()
-        path.unlink(missing_ok=True)
+        unready.unlink(missing_ok=True)
         raise
     return listener
 
@@ -271,7 +274,7 @@ def _listen(path: Path) -> socket.socket:
 def _remove_dead(folder: Path) -> None:
     """Remove the files that killed processes left in a folder."""
     remove_abandoned(folder)
-    for path in sockets([folder], "trainer", "relay").values():
+    for path in folder.glob("*.sock"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _DEAD_S and not is_served(path):
                 path.unlink()
