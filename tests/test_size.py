@@ -33,7 +33,7 @@ LINES = {
     "plan": 552,
     "sidecar": 841,
     "top": 740,
-    "train": 4_373,
+    "train": 4_387,
     "transport": 5_471,
 }
 MAX_FILE_LINES = 550

@@ -75,12 +75,12 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, object]:
     return {
         "compute_dtype": dtype,
         "parameters": sum(p.numel() for p in step.parameters),
-        "rows_per_step": batch.num_tokens,
+        "rows_per_step": batch.layout.num_trunk,
         "loss_rows_per_step": result.num_loss_rows,
         "step_ms": round(1e3 * took / args.steps, 1),
         "step_cpu_ms": round(1e3 * used / args.steps, 1),
-        "tokens_per_cpu_s": round(args.steps * batch.num_tokens / used),
-        "tokens_per_s": round(args.steps * batch.num_tokens / took),
+        "tokens_per_cpu_s": round(args.steps * batch.layout.num_trunk / used),
+        "tokens_per_s": round(args.steps * batch.layout.num_trunk / took),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 

@@ -175,6 +175,22 @@ def test_rejected_rows_become_a_branch_if_configured():
     assert sample.tokens.tolist() == [token(1, p) for p in (2, 3, 4, 5)]
 
 
+def test_positions_that_the_memory_drafted_are_marked_and_not_trained():
+    assembler = Assembler(WIDTH, "float32")
+    assembler.add(_verify(2, 3), 0.0)
+    assembler.add(replace(_verify(5, 4, accepted=1), memory=True), 0.0)
+    assembler.add(_verify(7, 2), 0.0)
+    (sample,) = assembler.flush()
+    positions = [2, 3, 4, 5, 6, 7, 8]
+    assert [sample.start + i for i in range(sample.num_tokens)] == positions
+    assert sample.by_memory.tolist() == [p in (5, 6) for p in positions]
+    assert sample.trained_positions.tolist() == [3, 4, 7, 8]
+    assert sample.window(2, 6, 0).by_memory.tolist() == [False, True, True, False]
+    assembler.add(replace(_verify(2, 4), memory=True), 0.0)
+    assert assembler.flush() == []
+    assert assembler.skipped["nothing_to_train"] == 4
+
+
 def test_a_recomputed_row_without_teacher_keeps_its_old_one():
     assembler = Assembler(WIDTH, "float32")
     assembler.add(_verify(2, 3), 0.0)

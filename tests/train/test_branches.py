@@ -50,7 +50,7 @@ def make_samples() -> list[Sample]:
 
 def num_trunk(batch: PackedBatch, step: StepRows) -> int:
     """Return loss rows of documents in a step, then those of branches."""
-    return int((step.active[step.loss] < batch.num_tokens).sum())
+    return int((step.active[step.loss] < batch.layout.num_trunk).sum())
 
 
 def run(
@@ -169,7 +169,7 @@ def test_branch_rows_fill_the_capacity_of_a_batch() -> None:
     chosen = take_batch(deque(samples), 27)
     assert [s.key for s in chosen] == [1, 2]
     batch = pack(chosen)
-    assert (batch.num_tokens, batch.num_rows) == (15, 22)
+    assert (batch.layout.num_trunk, batch.layout.num_rows) == (15, 22)
     assert [s.key for s in take_batch(deque(samples[2:]), 15)] == [3]  # alone
 
 
@@ -185,7 +185,7 @@ def test_topk_teachers_of_branches_are_packed() -> None:
         sample, teacher_hidden=None, teacher_topk=topk(6), branches=(hidden, branch)
     )
     batch = pack([sample])
-    assert batch.num_rows - batch.num_tokens == 3
+    assert batch.layout.num_rows - batch.layout.num_trunk == 3
     assert isinstance(batch.teacher, TopK)
     packed = batch.teacher[torch.tensor([7, 2])]
     assert torch.equal(packed.ids[0], branch.teacher_topk.ids[1])
@@ -200,8 +200,8 @@ def test_a_branch_is_trained_in_one_window_only() -> None:
     positions = []
     for window in split_windows(sample, 24):
         batch = pack([window])
-        assert batch.num_rows > batch.num_tokens
-        positions += batch.positions[batch.num_tokens :].tolist()
+        assert batch.layout.num_rows > batch.layout.num_trunk
+        positions += batch.positions[batch.layout.num_trunk :].tolist()
     assert sorted(positions) == list(range(1, size))
 
 

@@ -109,7 +109,7 @@ def test_documents_are_distributed_evenly_and_requests_stay_together():
         )
         keys = [{s.key for s in share} for share in shares]
         assert sum(map(len, keys)) == len(set.union(*keys))
-        rows = [pack(share).num_rows for share in shares]
+        rows = [pack(share).layout.num_rows for share in shares]
         assert max(rows) - min(rows) <= 130
     assert split_documents(samples[:1], 3)[1:] == [[], []]
 

@@ -110,12 +110,29 @@ def test_labels_outside_the_draft_vocabulary_are_none():
         assert label == (token // 2 if token >= 0 and token % 2 == 0 else -1)
 
 
+def test_no_chain_begins_where_the_memory_drafted():
+    """Its rows remain context, and teachers of chains that began before them."""
+    document = TOY.document(5, 20, 4, 1)
+    memory = torch.zeros(document.num_tokens, dtype=torch.bool)
+    memory[12:15] = True
+    packed = pack([replace(document, by_memory=memory)])
+    taught: set[int] = set()
+    for number, (step, other) in enumerate(
+        zip(plan_rows(packed, 4), plan_rows(pack([document]), 4), strict=True)
+    ):
+        rows = other.active[other.loss]  # row t is taught by position t + 1 first
+        rows = rows[~memory[rows + 1]]
+        assert torch.equal(step.active[step.loss], rows)
+        taught.update((rows + 1 + number).tolist())
+    assert taught >= {12, 13, 14}
+
+
 def _reference_loss(
     draft: Eagle3Draft, batch: PackedBatch, config: TrainConfig
 ) -> torch.Tensor:
     """L = sum_i gamma^i sum_terms w N_i / D_i, row by row."""
     plan = plan_rows(batch, config.ttt_steps)
-    starts, trunk = batch.layout.doc_starts, batch.num_tokens
+    starts, trunk = batch.layout.doc_starts, batch.layout.num_trunk
     weights = draft.compute_weights(torch.float32)
     outputs = draft.forward_steps(batch.rows(plan), weights)
     kinds: dict[str, list[list[tuple[int, torch.Tensor]]]] = {}

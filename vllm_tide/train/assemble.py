@@ -282,6 +282,9 @@ class Assembler:
         features = torch.cat(
             [self._floats(r.features[: r.num_committed]) for r in records]
         )
+        by_memory = np.concatenate(
+            [np.full(r.num_committed, r.memory) for r in records]
+        )
         taught, hidden, topk = self._teachers(records, written, positions)
         captured_unix_s = steady_unix()
         out: list[Sample] = []
@@ -298,6 +301,7 @@ class Assembler:
                 has_teacher=taught[run],
                 teacher_hidden=None if hidden is None else hidden[run],
                 teacher_topk=None if topk is None else topk[run],
+                by_memory=torch.from_numpy(by_memory[rows[run]]),
                 loss_from=loss_from,
                 tenant=request.tenant,
                 captured_unix_s=captured_unix_s,

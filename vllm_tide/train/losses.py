@@ -117,7 +117,7 @@ class LossSums:
         kinds = [_KINDS.get(name, 0) for name in mix.names]
         self._step = torch.zeros(0, dtype=torch.int64)
         by_kind = torch.zeros(NUM_KINDS, 0, dtype=torch.float64)
-        counts = [1, 0 if packed is None else packed.num_rows, 0, 0]
+        counts = [1, 0 if packed is None else packed.layout.num_rows, 0, 0]
         if packed is not None and batch is not None:
             rows = batch.loss
             by_kind, self._step = request_weights(rows, packed.keys), rows.step

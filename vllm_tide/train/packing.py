@@ -8,9 +8,10 @@ row fewer per step. Aurora calls the loss on them discard sampling (section 3).
 
 Row t of a document, training-time-test step i, predicts token x_{t+2+i} with teacher
 y_{t+1+i}. It is trained iff position t+1+i is in the same document, has a captured
-teacher, and its token is generated (eagle3-training.md c.6). So the first trained row
-is P-1 (P prompt tokens): the first draft after prefill. The last captured position is
-not trained: its row has no teacher.
+teacher, and its token is generated (eagle3-training.md c.6), unless the memory drafted
+at t+1: the draft is not used there. So the first trained row is P-1 (P prompt tokens):
+the first draft after prefill. The last captured position is not trained: its row has
+no teacher.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class PackedBatch:
     Attributes:
         tokens: int64 [R]; `positions` and `features` as in `draft.rows.Rows`.
         valid: bool [R], the entry is a usable teacher.
+        starts: bool [R], a chain may have it as its first teacher.
         segments: int64 [R], document of each row; D + b for branch b.
         teacher: [R, H] after the final norm, or top-k lists.
     """
@@ -47,18 +49,11 @@ class PackedBatch:
     positions: Tensor
     features: Tensor
     valid: Tensor
+    starts: Tensor
     segments: Tensor
     layout: RowLayout
     keys: list[int]
     teacher: Tensor | TopK
-
-    @property
-    def num_tokens(self) -> int:
-        return self.layout.num_trunk
-
-    @property
-    def num_rows(self) -> int:
-        return self.layout.num_rows
 
     def rows(self, steps: Sequence[StepRows]) -> Rows:
         return Rows(self.tokens, self.positions, self.features, self.layout, steps)
@@ -109,9 +104,10 @@ class Batch:
         row = torch.cat([step.active[step.loss] for step in steps])
         sizes = torch.tensor([step.loss.numel() for step in steps])
         step = torch.repeat_interleave(torch.arange(len(steps)), sizes)
-        order = (row >= packed.num_tokens).int().argsort(stable=True)
+        order = (row >= packed.layout.num_trunk).int().argsort(stable=True)
         row, step = row[order], step[order]
-        ahead, branch = packed.layout.ahead(row, step), row >= packed.num_tokens
+        branch = row >= packed.layout.num_trunk
+        ahead = packed.layout.ahead(row, step)
         token = following_tokens(packed)[ahead].masked_fill(branch, -1)
         doc_of = torch.tensor([*range(len(packed.keys)), *packed.layout.docs])
         used, teacher = torch.unique(ahead, return_inverse=True)
@@ -158,6 +154,7 @@ def pack(samples: Sequence[Sample], *, branches: bool = True) -> PackedBatch:
         ),
         features=torch.cat(features),
         valid=torch.cat(valid),
+        starts=torch.cat([*(s.starts for s in samples), valid[-1]]),
         segments=torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(sizes)),
         layout=RowLayout(
             ends[: count + 1],
@@ -236,12 +233,14 @@ def plan_rows(
     Args:
         complete: Plan only rows trained at every step (for evaluation).
     """
-    last, rows = batch.num_rows - 1, torch.arange(batch.num_rows)
-    trunk = rows < batch.num_tokens
-    at = batch.layout.ahead(rows, torch.arange(num_steps)[:, None])  # [K, R]
+    layout = batch.layout
+    last, rows = layout.num_rows - 1, torch.arange(layout.num_rows)
+    trunk = rows < layout.num_trunk
+    at = layout.ahead(rows, torch.arange(num_steps)[:, None])  # [K, R]
     trained = (at <= last) & (trunk & committed | ~trunk & branches)
     at = at.clamp_(max=last)
     trained &= (batch.segments[at] == batch.segments) & batch.valid[at]
+    trained &= batch.starts[at[0]]
     if complete:
         trained = trained.all(0).expand_as(trained)
     needed = trained.flip(0).cumsum(0).flip(0) > 0  # trained now or later

@@ -51,6 +51,8 @@ class Sample:
         has_teacher: bool [S].
         teacher_hidden: [S, H] after the final norm (rows without teacher: zeros).
         teacher_topk: Used when there is no hidden teacher.
+        by_memory: bool [S], the position is of a step that the memory drafted: chains
+            of the draft do not begin there, and are not trained; None: there is none.
         in_vocab: bool [S], the row's next token is in a pruned draft vocabulary; None:
             all are.
         loss_from: First position usable as teacher (>= num_prompt_tokens); later than
@@ -68,6 +70,7 @@ class Sample:
     has_teacher: Tensor
     teacher_hidden: Tensor | None = None
     teacher_topk: TopK | None = None
+    by_memory: Tensor | None = None
     in_vocab: Tensor | None = None
     loss_from: int = 0
     branches: tuple[Branch, ...] = field(default_factory=tuple)
@@ -123,14 +126,21 @@ class Sample:
         return out if self.in_vocab is None else out & self.in_vocab
 
     @property
+    def starts(self) -> Tensor:
+        """Bool [S]: the teacher of a chain's first token may be at the position."""
+        if self.by_memory is None:
+            return torch.ones(self.num_tokens, dtype=torch.bool)
+        return ~self.by_memory
+
+    @property
     def num_trained(self) -> int:
         """Number of rows trained at step 0."""
-        return int(self.valid[1:].sum())
+        return int((self.valid & self.starts)[1:].sum())
 
     @property
     def trained_positions(self) -> Tensor:
         """int64 [num_trained]: positions of the request trained at step 0."""
-        return self.start + 1 + self.valid[1:].nonzero()[:, 0]
+        return self.start + 1 + (self.valid & self.starts)[1:].nonzero()[:, 0]
 
     def superseded(self, positions: Tensor, branches: frozenset[int]) -> Sample | None:
         """Return this document without positions that newer documents train.
@@ -175,6 +185,7 @@ class Sample:
             has_teacher=self.has_teacher[rows],
             teacher_hidden=None if hidden is None else hidden[rows],
             teacher_topk=None if topk is None else topk[rows],
+            by_memory=None if self.by_memory is None else self.by_memory[rows],
             in_vocab=None if self.in_vocab is None else self.in_vocab[rows],
             loss_from=max(self.loss_from, loss_from),
             branches=tuple(b for b in self.branches if low <= b.position < last),
