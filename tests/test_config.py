@@ -15,6 +15,14 @@ BAD_SECTIONS = [
     ([], "tide: must be an object like {}, got []."),
     ({"captur": {}}, "tide.captur: unknown key; did you mean 'capture'?"),
     (
+        {"state_dir": "/drafts"},
+        "tide.state_dir: unknown key; did you mean 'tide.train.state_dir'?",
+    ),
+    (
+        {"train": {"sample_rate": 0.5}},
+        "tide.train.sample_rate: unknown key; did you mean 'tide.capture.sample_rate'?",
+    ),
+    (
         {"capture": {"sampel_rate": 1}},
         "tide.capture.sampel_rate: unknown key; did you mean 'sample_rate'?",
     ),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_224,
+    ".": 2_227,
     "capture": 1_174,
     "cli": 1_612,
     "control": 2_020,

@@ -445,6 +445,9 @@ def explained(error: ValidationError, model: Any) -> Iterator[str]:
         if one["type"] == "extra_forbidden" or len(loc) < len(one["loc"]):
             known = _known_keys(model, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+            sections = _known_keys(model, ())
+            own = [s for s in sections if loc[-1] in _known_keys(model, (s,))]
+            near = [f"{start}{own[0]}.{loc[-1]}"] if len(own) == 1 else near
             names = ", ".join(known)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {names}."
             message = f"unknown key; {hint}"
