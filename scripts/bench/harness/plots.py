@@ -13,6 +13,7 @@ WINDOW_REQUESTS = 8
 PICTURE_ARMS = {
     "none": ("no speculation", "#7f7f7f"),
     "frozen": ("frozen draft, best static length", "#1f77b4"),
+    "control": ("frozen draft, control and memory", "#2ca02c"),
     "tide": ("vllm_tide: draft trained while it serves", "#d62728"),
 }
 

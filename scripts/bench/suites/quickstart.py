@@ -68,6 +68,8 @@ from bench.harness.stream import (
 )
 from bench.harness.summary import stretches, throughput
 
+CONTROLLED = ("control", "tide")
+"""Arms with a `tide` section; `control` does not learn and is not an arm by default."""
 STATIC_LENGTHS = (3,)
 """For the committed draft on math 3 is as fast as 1 and faster than 5."""
 PROMPTS = Path(__file__).resolve().parents[2] / "demo" / "chat_prompts"
@@ -117,12 +119,14 @@ def _arm_options(args: argparse.Namespace, name: str) -> ArmOptions:
         config = json.dumps(speculative_config(args.draft, args.frozen_length))
     elif static := STATIC.match(name):
         config = json.dumps(speculative_config(args.draft, int(static[1])))
-    elif name == "tide":
+    elif name in CONTROLLED:
         # A short path, because sockets are there too; mode 0700.
         run_dir = Path(tempfile.mkdtemp(prefix="vllm_tide_quickstart_"))
-        path = args.work / "tide.json"
+        path = args.work / f"{name}.json"
         section = merged(tide_section(run_dir), args.tide)
-        trains = parse_tide(section).train.autostart
+        if name == "control":
+            section = merged(section, {"preset": "control"})
+        trains = name == "tide" and parse_tide(section).train.autostart
         path.write_text(json.dumps({**spec, "tide": section}, indent=2) + "\n")
         config = str(path)
     server = ServerOptions(
@@ -168,7 +172,7 @@ def serve_interleaved(
 ) -> dict[str, ArmRun]:
     """Serve the stream by all arms, with resident servers; leave out failing arms.
 
-    `tide` starts alone, because it measures step times at the start.
+    `CONTROLLED` arms start alone, because they measure step times at the start.
     """
     arms: dict[str, InterleavedArm] = {}
     with ExitStack() as stack:
@@ -189,8 +193,9 @@ def serve_interleaved(
             print(f"[{name:>6}] left out: the time limit is over", flush=True)
             return False
 
-        plain = [name for name in names if name != "tide"]
-        for group in filter(None, (plain, [name for name in names if name == "tide"])):
+        plain = [name for name in names if name not in CONTROLLED]
+        alone = [[name] for name in names if name in CONTROLLED]
+        for group in filter(None, (plain, *alone)):
             print(f"starting {', '.join(group)}", flush=True)
             started = [n for n in group if in_time(n) and _try(n, partial(start, n))]
             for name in started:
@@ -296,8 +301,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--work", type=Path, help=text)
     p.add_argument("--json", type=Path, help="write the report here")
     p.add_argument("--picture", type=Path, help="write the PNG here")
-    text = "default: all, without `frozen` for a fresh draft"
-    p.add_argument("--arms", nargs="+", choices=ARMS, help=text)
+    text = "default: none frozen tide, without `frozen` for a fresh draft; `control` "
+    text += "is the frozen draft with control and memory"
+    p.add_argument("--arms", nargs="+", choices=(*ARMS, "control"), help=text)
     p.add_argument(
         "--min-swaps", type=int, default=1, help="a run with fewer is not sound"
     )
