@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_227,
     "capture": 1_174,
-    "cli": 1_612,
+    "cli": 1_614,
     "control": 2_020,
     "dashboards": 69,
     "deploy": 2_432,
@@ -32,7 +32,7 @@ LINES = {
     "memory": 292,
     "plan": 552,
     "sidecar": 841,
-    "top": 740,
+    "top": 741,
     "train": 4_387,
     "transport": 5_471,
 }

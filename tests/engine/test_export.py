@@ -174,7 +174,10 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
 
     from vllm_tide.draft.tensor_bytes import to_bytes
 
-    run = ("--run-dir", engine.run_dir)
+    run: tuple[object, ...] = ("--run-dir", engine.run_dir)
+    assert run_export(tmp_path / "plain", *run) == 0
+    assert "(hf, from" in capsys.readouterr().out  # as the target has no hub name
+    run += ("--format", "speculators")
     assert run_export(tmp_path / "start", *run) == 0
     assert "its initial draft" in capsys.readouterr().out
     assert run_export(tmp_path / "json", *run, "--json") == 0
@@ -231,7 +234,10 @@ def test_a_failed_export_gives_one_line(engine, tmp_path, capsys):
         ((*run, "--engine", "two"), "no live engine 'two'"),
         (("--run-dir", tmp_path / "none"), "no live engine"),
         (("--from", tmp_path / "none"), "config.json"),
-        (("--from", engine.manifest.draft_path), "give --target"),
+        (
+            ("--from", engine.manifest.draft_path, "--format", "speculators"),
+            "give --target",
+        ),
         ((*run, "--num-speculative-tokens", 0), "at least 1"),
         ((*run, "--state-dir", tmp_path / "none"), "no directory"),
         ((*run, "--state-dir", tmp_path), "has no usable draft"),

@@ -134,10 +134,12 @@ def test_trainers_are_newest_first_without_old_and_damaged_files(tmp_path):
     write_status(tmp_path, "before", updated_unix=collect.time.time() - 60)
     write_status(tmp_path, "new")
     write_status(tmp_path, "old", updated_unix=1.0)
+    just_now = collect.time.time() - 1
+    write_status(tmp_path, "over", state="stopped", updated_unix=just_now, engines={})
     write_status(tmp_path, "damaged", canary=[1], last_publish_unix=10**400)
     for name, text in (("x", "{"), ("y", "[1]"), ("z", '{"updated_unix": "soon"}')):
         (tmp_path / f"trainer-{name}.json").write_text(text)
-    assert [each["name"] for each in read_trainers(tmp_path, [])] == ["new"]
+    assert [each["name"] for each in read_trainers(tmp_path, [])] == ["new", "over"]
     trainers = read_trainers(tmp_path, ["e1"])
     assert [trainer["name"] for trainer in trainers] == ["new", "before"]
     assert [trainer["silent"] for trainer in trainers] == [False, True]

@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="absent or empty")
-    text = "hf: for --speculative-config; speculators: `vllm serve DIR`"
-    forms = ("hf", "speculators")
-    add("--format", choices=forms, default="speculators", help=text)
+    text = "default: speculators (`vllm serve DIR`) for a target on a hub, else hf"
+    add("--format", choices=("hf", "speculators"), help=text)
     source = parser.add_mutually_exclusive_group().add_argument
     source("--engine", metavar="ID", help="a running engine (default: the newest)")
     text = "draft directory of either form"
@@ -60,10 +59,12 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s")
     try:
         draft = _with_target(_read(args), args.target, args.num_speculative_tokens)
+        target = draft.verifier.hub_name if draft.verifier else ""
+        if args.format is None:
+            args.format = "speculators" if target else "hf"
         folder = write_export(args.directory, draft, args.format)
     except (ConfigError, DraftError, TransportError) as error:
         return fail(error)
-    target = draft.verifier.hub_name if draft.verifier else ""
     text = f"written: {folder} ({args.format}, from {draft.source})"
     if not target and args.format == "speculators":
         text += (

@@ -58,8 +58,9 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
         if not missing and any(name.startswith("trainer") for name in counts):
             missing = _purge_holders(run_dir, tenant, args, counts)
     for holder, removals in sorted(counts.items()):
-        text = ", ".join(f"{n} {name}" for name, n in sorted(removals.items()))
-        lines.append(f"{holder}: removed {text or 'nothing'}")
+        text = ", ".join(f"{n} {name}" for name, n in sorted(removals.items()) if n)
+        text = text.replace("_", " ") or "nothing, it had no such data"
+        lines.append(f"{holder}: removed {text}")
     if not missing and all(name.startswith("relay") for name in counts):
         which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
         lines.append(f"next, on the trainer's host: vllm-tide purge {which}")

@@ -213,8 +213,8 @@ def _policy(tide: Any) -> str:
 def read_trainers(run_dir: Path, engines: Collection[str]) -> list[Json]:
     """Read the figures of the trainers' status files, newest first.
 
-    Left out are files older than `OLD_S`, and silent trainers of none of the live
-    `engines`: they were killed.
+    Left out are files older than `OLD_S`, and trainers of none of the live `engines`
+    that were killed, or that ended before these engines began.
     """
     trainers = []
     for path in run_dir.glob("trainer-*.json"):
@@ -225,7 +225,8 @@ def read_trainers(run_dir: Path, engines: Collection[str]) -> list[Json]:
         except _DAMAGE:
             continue
         served = set(status.get("engines") or ()) & set(engines)
-        if age_s < OLD_S and (served or not figures["silent"]):
+        over = figures["silent"] or engines and status.get("state") in ENDED
+        if age_s < OLD_S and (served or not over):
             trainers.append(figures)
     return sorted(trainers, key=lambda trainer: (trainer["age_s"], trainer["name"]))
 
