@@ -270,6 +270,10 @@ MISTAKES = [
     ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),
     ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; set the "),
     (
+        {"num_speculative_tokens": None, "num_spec_tokens": 3},
+        "num_speculative_tokens: missing (or misspelt: 'num_spec_tokens'); set",
+    ),
+    (
         {"tide": {"train": {"loss": {"forwardkl": 1}}}},
         "tide.train.loss.forwardkl: unknown key; did you mean 'forward_kl'?",
     ),

@@ -103,6 +103,11 @@ ENGINE = (
         "tide_k_max that is not a speculative length.",
     ),
     _counter(
+        "ignored_limits",
+        "Requests with a tide_slo_tpot_ms although tide.control.client_slo_tpot_ms is "
+        "null.",
+    ),
+    _counter(
         "client_limits_dropped",
         "Steps in which control ignored the TPOT limits of clients, which would have "
         "reduced the batch's tokens per second by more than a tenth.",

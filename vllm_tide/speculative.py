@@ -6,6 +6,7 @@ that concern the `tide` section.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -193,7 +194,10 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     tokens = config.get("num_speculative_tokens")
     if tokens is None:
         if whole:
-            yield f"num_speculative_tokens: missing; {_LENGTH}"
+            name = "num_speculative_tokens"
+            near = difflib.get_close_matches(name, config.keys() - {name}, 1)
+            typo = f" (or misspelt: {near[0]!r})" if near else ""
+            yield f"{name}: missing{typo}; {_LENGTH}"
     elif isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         yield (
             "num_speculative_tokens: must be an integer of at least 1, got "

@@ -172,7 +172,7 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch
     live = third.trainer.live_tensors
     extra = {"t2d": torch.ones(4, dtype=torch.bool)}
     monkeypatch.setattr(third.trainer, "live_tensors", lambda: live() | extra)
-    with pytest.raises(TransportError, match="no draft before version 2"):
+    with pytest.raises(TransportError, match="version 2 is the initial draft"):
         third.deployment.rollback("ordered")
 
 

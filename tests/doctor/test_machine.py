@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.doctor.samples import examined, make_subject, write_draft
+from vllm_tide.capture.switch import PAUSED, Switch
 from vllm_tide.config import MIB
 from vllm_tide.doctor import machine
 from vllm_tide.doctor.install import TorchBuild
@@ -100,6 +101,20 @@ def test_run_directories(tmp_path):
 
 
 @ROOT_ONLY
+def test_switches_that_outlive_a_restart_are_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    subject = Subject(run_dir=tmp_path / "run")
+    assert examined(subject, "switches").status is Status.OK
+    switch = Switch(subject.run_dir, PAUSED)
+    switch.set(True)
+    (subject.run_dir / PAUSED).unlink()  # as after a reboot
+    finding = examined(subject, "switches")
+    assert finding.status is Status.WARNING
+    assert finding.sentence == (
+        "Nothing is captured or trained until `vllm-tide resume`."
+    )
+
+
 def test_another_users_run_directory_fails(tmp_path):
     os.chown(tmp_path, 12345, -1)
     status, sentence = run_directory(tmp_path)

@@ -70,7 +70,7 @@ def test_a_whole_report_is_ordered_gives_advice_and_leaves_nothing(tmp_path):
     names = [finding.name for finding in findings]
     assert names[:2] == ["Python", "vLLM"]
     assert names[-2:] == ["state directory", "spool"]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 17
     for finding in findings:
         assert finding.sentence.endswith("."), finding
         if finding.status in (Status.WARNING, Status.FAILED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from vllm_tide.capture.switch import PAUSED
 from vllm_tide.config import parse_tide
 from vllm_tide.engine.server_log import ServerLog, TrainerLog, log_start
 
@@ -21,6 +22,16 @@ def test_a_start_notes_knobs_without_effect(caplog):
     assert captures == "vllm_tide: captures nothing (tide.capture)."
     assert note.startswith("vllm_tide: tide.train.device: has no effect: no request")
     assert "run directory /run/x; policy 'adaspec', up to 3 draft tokens" in where
+
+
+def test_a_start_under_a_pause_says_that_capture_is_off(caplog, tmp_path):
+    caplog.set_level(logging.INFO, logger="vllm.tide")
+    log_start(parse_tide({}), tmp_path, 3)
+    assert "off now" not in logged(caplog)[0]
+    caplog.clear()
+    (tmp_path / PAUSED).touch()
+    log_start(parse_tide({}), tmp_path, 3)
+    assert logged(caplog)[0].endswith(" It is off now (`vllm-tide status`).")
 
 
 def drafting(steps, **off):

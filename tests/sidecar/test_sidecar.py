@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -172,6 +173,17 @@ def test_once_trains_and_publishes_and_the_next_run_continues(engine, tmp_path):
     assert all(torch.equal(live[name], published[name]) for name in live)
     assert all(bool(t.isfinite().all()) for t in live.values())
     again.feeds.close()
+
+
+def test_a_draft_that_the_next_server_will_not_serve_is_reported(engine, caplog):
+    caplog.set_level(logging.INFO, logger="vllm_tide.train")
+    for undecided in (False, True):
+        sidecar = attach(engine)
+        if undecided:
+            sidecar.deployment.canary.begin("test", 1)
+        sidecar.stop()
+        sidecar.run()
+        assert ("event=not_stored" in caplog.text) == undecided
 
 
 def test_a_servers_gpu_is_used_after_its_first_request(engine, monkeypatch):

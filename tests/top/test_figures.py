@@ -143,7 +143,7 @@ def test_the_memory_is_not_counted_as_drafting_that_is_off():
     helps, sentence = verdict(zero, memory | off | SPEED | {"draft_version": 0})
     assert helps is True
     assert sentence == (
-        "Helps: 1.25x of plain decoding, 1.50 with the n-gram memory's drafts; no "
+        "Helps: 1.25x of plain decoding, 1.50 in steps that the memory drafts; no "
         "draft trained here is served."
     )
     server = make_picture(history(zero, memory | off), "")["servers"][0]

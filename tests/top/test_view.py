@@ -107,3 +107,10 @@ def test_a_name_cannot_inject_terminal_codes_or_markup(name, seen):
     text = plain(shown, 150)
     assert "\033" not in text
     assert text.count(seen) == 4
+
+
+def test_a_trainer_that_ended_takes_one_line():
+    shown = picture()
+    assert not plain(shown, 150).splitlines()[-1].startswith("TRAINER")
+    shown["trainers"][0]["state"] = "stopped"
+    assert plain(shown, 150).splitlines()[-1].startswith("TRAINER engine0 pid")

@@ -85,7 +85,7 @@ def _read(args: argparse.Namespace) -> ExportedDraft:
             raise ConfigError(f"--target: {hint} with --state-dir and --from.")
         return from_state_dir(args.state_dir, args.source, args.target)
     run_dir = args.run_dir or default_run_dir()
-    hint = "give --run-dir, or export a directory with --from"
+    hint = "give --run-dir; for a stored draft --state-dir, --from and --target"
     if args.state_dir is not None:
         hint = "give --from and --target, as stored drafts have no configuration"
     manifest = newest_engine(run_dir, args.engine, hint)

@@ -199,12 +199,14 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         status = answer["status"]
         waiting = f", waiting for {why}" if (why := status["waiting_for"]) else ""
         decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
+        undecided = (status.get("canary") or {}).get("undecided")
+        trial = " (canary undecided)" if undecided else ""
         engines = len(status["engines"])
         return (
             f"{status['state']}, engines: {engines}; cycles: {status['cycles']}, "
             f"steps: {status['steps']}; drafts published: {status['publications']}, "
             f"rolled back: {status['rollbacks']}; version "
-            f"{status['installed_version']} served{waiting}{decided}"
+            f"{status['installed_version']} served{trial}{waiting}{decided}"
         )
 
     try:
@@ -262,7 +264,7 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     if silent:
         note = f"{silent[0]} does not answer; it follows when it does"
     elif _no_engine(run_dir):
-        note = f"no engine is running in {run_dir}: is it the server's --run-dir?"
+        note = f"no engine is running in {run_dir}; servers that start there follow"
     status = emit(args, f"{_outcome(answer)} ({note})", answer)
     done = not (why or silent or _no_engine(run_dir))
     return status or EXIT_NO * (not done)

@@ -272,7 +272,7 @@ class Deployment:
             if not has_weights(initial, {n: live[n] for n in initial if n in live}):
                 return 0, initial
         raise TransportError(
-            f"no draft before version {version} is known: nothing was rolled back"
+            f"version {version} is the initial draft: nothing was rolled back"
             if version
             else "no draft has been published: there is nothing to roll back"
         )

@@ -96,7 +96,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             raise TransportError(f"{error} Nothing was rolled back.") from error
         if has_weights(master, live):
             raise TransportError(
-                f"no draft before version {version} is known: nothing was rolled back"
+                f"version {version} is the initial draft: nothing was rolled back"
             )
         # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)

@@ -155,6 +155,21 @@ def run_directory(subject: Subject) -> Finding:
     return ok(f"{run_dir}, mode 0700, owned by this user.")
 
 
+@check("switches")
+def switches(subject: Subject) -> Finding:
+    """Report the switches that outlive restarts: `pause` and `capture off`."""
+    from vllm_tide.capture import switch
+
+    folders = switch.switch_folders(subject.run_dir, subject.tide.train.state_dir)
+    remedies = {switch.PAUSED: "vllm-tide resume", switch.OFF: "vllm-tide capture on"}
+    if on := [remedies[name] for name in switch.switches_on(folders)]:
+        return warning(
+            f"Nothing is captured or trained until `{'` and `'.join(on)}`.",
+            "Run that, if it is not intended; it is kept over restarts.",
+        )
+    return ok("Capture and training are not switched off.")
+
+
 @check("trainer's device")
 def trainer_device(subject: Subject) -> Finding:
     """Compare the trainer's device with the build of torch."""

@@ -27,6 +27,7 @@ CHECKS = {
     "fit": "models",
     "shared_memory": "machine",
     "run_directory": "machine",
+    "switches": "machine",
     "trainer_device": "machine",
     "state_directory": "machine",
     "spool": "machine",

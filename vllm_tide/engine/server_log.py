@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.capture.policy import ARGUMENTS
+from vllm_tide.capture.switch import switch_folders, switches_on
 from vllm_tide.config import TideConfig, starts_trainer
 from vllm_tide.speculative import notes
 
@@ -20,17 +21,19 @@ logger = logging.getLogger("vllm.tide")
 def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     """Log what is captured and how to stop it, and the configuration of learning."""
     capture, opt_out = config.capture, config.capture.consent == "opt_out"
+    is_off = bool(switches_on(switch_folders(run_dir, config.train.state_dir)))
     if not capture.enabled or capture.consent == "off":
         logger.info("vllm_tide: captures nothing (tide.capture).")
     else:
         logger.info(
             "vllm_tide: captures tokens and hidden states of %s%s of all tenants%s, "
             "into shared memory%s. `vllm-tide capture off` stops it; "
-            "tide_capture false in vllm_xargs excludes a request.",
+            "tide_capture false in vllm_xargs excludes a request.%s",
             f"{100 * capture.sample_rate:g}% of " if capture.sample_rate < 1 else "",
             "all requests" if opt_out else "requests with tide_capture true",
             "" if capture.salted else " (not those with a cache_salt)",
             " and for tide.spool.url" if config.spool.url else "",
+            " It is off now (`vllm-tide status`)." if is_off else "",
         )
     for note in notes(config, longest):
         logger.warning("vllm_tide: %s", note)

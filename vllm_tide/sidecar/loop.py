@@ -205,6 +205,11 @@ class Sidecar:
         finally:
             self.status.state = "stopped" if len(self.feeds) else "engine_gone"
             self.fast.stop()
+            if self.deployment.canary.undecided:
+                why = "the canary has not decided, so the next server does not serve it"
+                self.report.add(
+                    "not_stored", version=self.deployment.published, reason=why
+                )
             self._update_status(force=True)
             self._switches.close()
             self.trainer.stepper.close()

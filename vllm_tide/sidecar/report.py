@@ -153,8 +153,8 @@ class Report:
 
         Args:
             event: cycle, publish, unpublished, rollback, keep, shift, pause, refused,
-                joined, left, restored, purge, paused, resumed, adapted, given_back or
-                state_dir_shared.
+                joined, left, restored, purge, paused, resumed, adapted, given_back,
+                state_dir_shared or not_stored.
             facts: JSON-serialisable; non-finite numbers become null.
         """
         line = {"unix": round(time.time(), 3), "event": event}

@@ -94,7 +94,7 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     known += [f"{length:.2f} tokens per verify step"] if length else []
     proposals, accepted = (grown.value(name) or 0.0 for name in _MEMORY)
     if proposals:
-        known += [f"{1 + accepted / proposals:.2f} with the n-gram memory's drafts"]
+        known += [f"{1 + accepted / proposals:.2f} in steps that the memory drafts"]
     if not known:
         when = "yet" if _length(page) is None else "recently"
         return _verdict(url, None, f"nothing drafted {when}")

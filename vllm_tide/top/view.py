@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vllm_tide.top.collect import Json, Sampler
+from vllm_tide.top.collect import ENDED, Json, Sampler
 from vllm_tide.top.figures import make_picture
 
 _OTHER = re.compile(r"[^ -~]")
@@ -183,7 +183,8 @@ def _server(server: Json) -> RenderableType:
         _TIDE if server["tide"] else {"tide": "[yellow]not configured on this server"}
     )
     title = "[bold]SERVER[/] {url}  {models}"
-    off = "off (see `vllm-tide status`); " if server["capture_on"] == 0 else ""
+    off = "off in the last step (`vllm-tide status`); "
+    off = off if server["capture_on"] == 0 else ""
     shown = server | {"capture": capture, "capture_off": off}
     return _block(title, _SERVER | tide, shown)
 
@@ -219,4 +220,4 @@ def _trainer(trainer: Json) -> RenderableType:
         f"[bold]TRAINER[/] {{name:.12}} pid {{pid}} [{style}]{{state}}[/], {{engines}} "
         f"engine{{several}}, {seen}"
     )
-    return _block(title, _TRAINER, figures)
+    return _block(title, {} if trainer["state"] in ENDED else _TRAINER, figures)
