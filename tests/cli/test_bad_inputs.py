@@ -195,9 +195,7 @@ def test_capture_off_without_an_engine_is_stored(tmp_path):
     run.mkdir(mode=0o700)
     status, (line,) = answered(["capture", "off", "--run-dir", str(run)], tmp_path)
     assert status == 1
-    message = (
-        f"capture is off in {run}; 0 engines follow: is it the server's --run-dir?"
-    )
+    message = f"capture is off in {run}; 0 engines follow; servers that start there do"
     assert line == message
     argv = ["capture", "off", "--json", "--run-dir", str(run)]
     status, lines = answered(argv, tmp_path)

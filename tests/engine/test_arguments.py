@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -292,3 +293,10 @@ def test_control_options_that_cannot_work_are_refused(
     tide = {"control": {"policy": "adaspec", **control}}
     config = {"method": "eagle3", "model": str(draft), "tide": tide, **extra}
     assert refusal(config, target).startswith(start)
+
+
+def test_a_fresh_draft_without_a_tide_section_is_refused():
+    from vllm_tide.engine.arguments import speculative_config_argument
+
+    with pytest.raises(argparse.ArgumentTypeError, match="'fresh' needs a tide sec"):
+        speculative_config_argument('{"method": "eagle3", "model": "fresh"}')

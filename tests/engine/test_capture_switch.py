@@ -84,7 +84,7 @@ def test_a_switch_that_no_engine_follows_is_reported(tmp_path, capsys, state):
     """With another run directory than the server's, capture there continues."""
     absent = tmp_path / "a" / "b"
     message = (
-        f"capture is {state} in %s; 0 engines follow: is it the server's --run-dir?\n"
+        f"capture is {state} in %s; 0 engines follow; servers that start there do\n"
     )
     assert main(["capture", state, "--run-dir", str(absent)]) == 1
     none = f"error: no run directory {absent}: nothing set; give --run-dir\n"

@@ -21,6 +21,7 @@ from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
+    NotRunningError,
     default_run_dir,
     newest_engine,
 )
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         folder = write_export(args.directory, draft, args.format)
     except (ConfigError, DraftError, TransportError) as error:
         return fail(error)
-    text = f"written: {folder} ({args.format}, from {draft.source})"
+    text = f"written: {folder} ({args.format}, from {draft.source}); its README.md "
+    text += "has the command that serves it"
     if not target and args.format == "speculators":
         text += (
             "\n`vllm serve DIR` finds its target by a hub name: export with --target "
@@ -179,7 +181,7 @@ def _check_served(run_dir: Path, engine_id: str, version: int) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return  # no trainer status to compare with
     if served != version:
-        raise DraftError(
+        raise NotRunningError(
             f"export: version {version} is published, but version {served} is served; "
             "an idle server installs it with its next request: retry then, or give "
             "--state-dir (by default a folder of the run directory)."

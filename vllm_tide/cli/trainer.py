@@ -177,9 +177,10 @@ def _print_answers(
 
 def _outcome(answer: dict[str, Any]) -> str:
     if "served_as" in answer:
+        which = "" if answer["to"] else " (the initial draft)"
         return (
-            f"rolled back from version {answer['version']} to {answer['to']}, served "
-            f"as version {answer['served_as']} from the engine's next steps on"
+            f"rolled back from version {answer['version']} to {answer['to']}{which}, "
+            f"served as version {answer['served_as']} from the engine's next steps on"
         )
     was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
     if answer["paused"]:
@@ -199,8 +200,9 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         status = answer["status"]
         waiting = f", waiting for {why}" if (why := status["waiting_for"]) else ""
         decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
-        undecided = (status.get("canary") or {}).get("undecided")
-        trial = " (canary undecided)" if undecided else ""
+        canary, trial = status.get("canary") or {}, ""
+        if canary.get("undecided"):
+            trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
         engines = len(status["engines"])
         return (
             f"{status['state']}, engines: {engines}; cycles: {status['cycles']}, "
@@ -324,7 +326,7 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     follow = "engine follows" if count == 1 else "engines follow"
     text += f"; {count} {follow}"
     if not count:
-        text += ": is it the server's --run-dir?"
+        text += "; servers that start there do"
     value = {"capture": args.switch, "run_dir": str(run_dir), "engines": count}
     return emit(args, text, value) or EXIT_NO * (not count)
 

@@ -12,6 +12,7 @@ from threading import Thread
 from vllm_tide.config import GIB, MIB
 from vllm_tide.doctor.install import torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
+from vllm_tide.transport.rendezvous import read_manifests
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - POSIX shared memory
 SPOOL_SECONDS = 10.0  # a storage backend may retry for minutes
@@ -152,7 +153,9 @@ def run_directory(subject: Subject) -> Finding:
         )
     if not is_writable(run_dir):
         return failed(f"{run_dir} cannot be written.", _ELSEWHERE)
-    return ok(f"{run_dir}, mode 0700, owned by this user.")
+    engines = ", ".join(f"pid {each.pid}" for each in read_manifests(run_dir))
+    running = f"; running engines: {engines}" if engines else ""
+    return ok(f"{run_dir}, mode 0700, owned by this user{running}.")
 
 
 @check("switches")

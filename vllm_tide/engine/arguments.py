@@ -100,6 +100,8 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
             if url := config["tide"].get("spool", {}).get("url"):
                 config["tide"]["spool"]["url"] = _PrivateUrl(url)
             _print_one_line_for_config_errors()
+        elif config.get("model") == FRESH and not any(map(_DOTTED, line)):
+            raise ConfigError(_NO_SECTION)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not inline or "tide" in config:
@@ -118,6 +120,10 @@ class _PrivateUrl(str):
 
 # vLLM passes dotted keys as inline JSON, after the file that they override.
 _DOTTED = re.compile(r"--?s(c|peculative[-_]config)\.").match
+_NO_SECTION = (
+    f'model: {FRESH!r} needs a tide section: add "tide": {{}}, give a draft, or drop '
+    "--speculative-config"
+)
 _earlier: dict[tuple[str, ...], dict[str, Any]] = {}  # by command line
 
 

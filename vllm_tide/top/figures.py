@@ -100,7 +100,8 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         return _verdict(url, None, f"nothing drafted {when}")
     faster, figures = speed is not None and speed > 1.0, ", ".join(known)
     if not version:
-        return _verdict(url, faster, f"{figures}; no draft trained here is served")
+        text = f"{figures}; no draft trained here is served"
+        return _verdict(url, None if speed is None else faster, text)
     helps, comparison = _last_swap(trainer)
     helps = helps and (faster or speed is None)
     return _verdict(url, helps, f"{comparison}; {figures}")
