@@ -100,7 +100,9 @@ def speculative_config_argument(value: str) -> dict[str, Any]:
             if url := config["tide"].get("spool", {}).get("url"):
                 config["tide"]["spool"]["url"] = _PrivateUrl(url)
             _print_one_line_for_config_errors()
-        elif config.get("model") == FRESH and not any(map(_DOTTED, line)):
+        elif config.get("model") == FRESH and not (
+            Path(FRESH).exists() or any(map(_DOTTED, line))
+        ):
             raise ConfigError(_NO_SECTION)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
