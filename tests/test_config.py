@@ -270,6 +270,14 @@ MISTAKES = [
     ({"model": "path/to/draft"}, "model: no draft at 'path/to/draft': neither a "),
     ({"num_speculative_tokens": None}, "num_speculative_tokens: missing; set the "),
     (
+        {
+            "num_speculative_tokens": None,
+            "num_speculative_tokens_per_batch_size": [[1, 8, 3]],
+            "tide": {"control": {"policy": "static"}},
+        },
+        "num_speculative_tokens: missing; set the ",
+    ),
+    (
         {"num_speculative_tokens": None, "num_spec_tokens": 3},
         "num_speculative_tokens: missing (or misspelt: 'num_spec_tokens'); set",
     ),

@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_432,
     "doctor": 945,
     "draft": 3_574,
-    "engine": 6_768,
+    "engine": 6_769,
     "examples": 1,
     "kernels": 1_490,
     "memory": 292,

@@ -195,7 +195,7 @@ def _ours(config: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     if tokens is None:
         if whole:
             name = "num_speculative_tokens"
-            near = difflib.get_close_matches(name, config.keys() - {name}, 1)
+            near = difflib.get_close_matches(name, config.keys() - {name}, 1, 0.8)
             typo = f" (or misspelt: {near[0]!r})" if near else ""
             yield f"{name}: missing{typo}; {_LENGTH}"
     elif isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
+from unittest import mock
 
 from vllm_tide.capture.switch import PAUSED
 from vllm_tide.config import parse_tide
@@ -24,7 +27,7 @@ def test_a_start_notes_knobs_without_effect(caplog):
     assert "run directory /run/x; policy 'adaspec', up to 3 draft tokens" in where
 
 
-def test_a_start_under_a_pause_says_that_capture_is_off(caplog, tmp_path):
+def test_a_start_under_a_pause_says_that_capture_is_off(caplog, tmp_path, monkeypatch):
     caplog.set_level(logging.INFO, logger="vllm.tide")
     log_start(parse_tide({}), tmp_path, 3)
     assert "off now" not in logged(caplog)[0]
@@ -32,6 +35,9 @@ def test_a_start_under_a_pause_says_that_capture_is_off(caplog, tmp_path):
     (tmp_path / PAUSED).touch()
     log_start(parse_tide({}), tmp_path, 3)
     assert logged(caplog)[0].endswith(" It is off now (`vllm-tide status`).")
+    (tmp_path / PAUSED).unlink()
+    monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=OSError(errno.EIO, "io")))
+    log_start(parse_tide({}), tmp_path, 3)  # does not raise
 
 
 def drafting(steps, **off):

@@ -104,6 +104,11 @@ def test_config_patch_parses_inline_json_as_before():
         "text = '{\"num_speculative_tokens\": 2}';"
         "assert a._speculative_config_argument(text) == json.loads(text);"
         "sys.modules['vllm_tide.engine.arguments'] = None;"
-        "assert a._speculative_config_argument(text) == json.loads(text)"
+        "assert a._speculative_config_argument(text) == json.loads(text);"
+        "assert a._speculative_config_argument('null') is None;"
+        "a._speculative_config_argument('tide.json')"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280
+    )
+    assert "ArgumentTypeError: neither inline JSON nor is vllm_tide" in done.stderr

@@ -134,6 +134,9 @@ def test_the_verdict_has_the_measurements():
 def test_a_speed_below_plain_decoding_does_not_help():
     slow = {"plain_step_seconds": 4.0, "step_seconds": 5.0}
     assert verdict({}, slow, DECIDED)[0] is False
+    initial = {"draft_version": 0}
+    assert verdict(initial, slow | initial)[0] is False
+    assert verdict(initial, initial)[0] is None  # no speed is measured, as in `observe`
 
 
 def test_the_memory_is_not_counted_as_drafting_that_is_off():

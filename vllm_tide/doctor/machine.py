@@ -167,8 +167,8 @@ def switches(subject: Subject) -> Finding:
     remedies = {switch.PAUSED: "vllm-tide resume", switch.OFF: "vllm-tide capture on"}
     if on := [remedies[name] for name in switch.switches_on(folders)]:
         return warning(
-            f"Nothing is captured or trained until `{'` and `'.join(on)}`.",
-            "Run that, if it is not intended; it is kept over restarts.",
+            f"Nothing is captured until `{'` and `'.join(on)}`, also after restarts.",
+            "Run that, if it is not intended. `vllm-tide pause` stops training too.",
         )
     return ok("Capture and training are not switched off.")
 

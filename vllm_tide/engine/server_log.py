@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.capture.policy import ARGUMENTS
-from vllm_tide.capture.switch import switch_folders, switches_on
+from vllm_tide.capture.switch import OFF, PAUSED, Switch
 from vllm_tide.config import TideConfig, starts_trainer
 from vllm_tide.speculative import notes
 
@@ -21,7 +21,8 @@ logger = logging.getLogger("vllm.tide")
 def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     """Log what is captured and how to stop it, and the configuration of learning."""
     capture, opt_out = config.capture, config.capture.consent == "opt_out"
-    is_off = bool(switches_on(switch_folders(run_dir, config.train.state_dir)))
+    folder = config.train.state_dir
+    is_off = any(Switch(run_dir, name, folder).on for name in (OFF, PAUSED))
     if not capture.enabled or capture.consent == "off":
         logger.info("vllm_tide: captures nothing (tide.capture).")
     else:

@@ -83,7 +83,7 @@ _manifest_locks: dict[Path, int | None] = {}  # of this process
 
 
 class NotRunningError(TransportError):
-    """No engine or trainer is running in the run directory."""
+    """An engine, trainer or draft that a command needs is not in service."""
 
     exit_status = 1  # of a command; a usage error has another status
 
