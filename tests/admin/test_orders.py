@@ -16,6 +16,7 @@ from tests.deploy.test_deployment import (
 )
 from tests.sidecar.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
+from vllm_tide.train.gpu import INTERRUPTED
 from vllm_tide.transport.feeds import open_feeds
 from vllm_tide.transport.ring import Collect
 from vllm_tide.transport.shm import TransportError
@@ -168,7 +169,7 @@ def test_a_pause_inside_a_cycle_keeps_its_training_data(engine):
     sidecar._tick = pause_then_tick
     sidecar._train()
     sidecar._tick = tick
-    assert sidecar.status.last_decision == "interrupted" and not sidecar._may_train()
+    assert sidecar.status.last_decision == INTERRUPTED and not sidecar._may_train()
     order(sidecar, "resume")
     assert sidecar._may_train()  # at once: no other requests need to come
     sidecar.feeds.close()

@@ -17,6 +17,7 @@ from tests.transport.commands import purge
 from tests.transport.samples import make_record, make_spec, write_record
 from vllm_tide.sidecar.report import StatusCollector
 from vllm_tide.train.assemble import VERIFY
+from vllm_tide.train.gpu import INTERRUPTED
 from vllm_tide.transport import RingReader, RingWriter
 from vllm_tide.transport.record import Record
 from vllm_tide.transport.shm import DATA_AT
@@ -137,7 +138,7 @@ def test_a_purge_ends_the_cycle_that_holds_documents(engine, monkeypatch):
     monkeypatch.setattr(sidecar.trainer, "_one_step", ask_then_step)
     sidecar._train()
     assert sidecar.trainer.steps == 1
-    assert sidecar.status.last_decision == "interrupted"
+    assert sidecar.status.last_decision == INTERRUPTED
     assert asked[0].answer is None
     assert sidecar._tick()
     assert asked[0].answer["ok"]

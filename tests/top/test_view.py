@@ -66,7 +66,7 @@ def test_every_figure_is_on_the_screen():
         "engine0 pid",
         "training, 1 engine, seen 0:00:00 ago",
         "6, 55 steps, loss 1.324",
-        "acceptance 1.083 new, 1.058 served (last cycle)",
+        "acceptance 1.083 new, 1.058 served (last scored cycle)",
         "gate        gain +0.0251 +- 0.0179",
         "canary      undecided",
         "waiting for the canary of the last publication",

@@ -13,6 +13,7 @@ from tests.train.toys import VOCAB, ToyTarget, documents_of, set_gains
 from vllm_tide.config import TrainConfig
 from vllm_tide.draft.eagle3 import Eagle3Draft
 from vllm_tide.train.distributed import OneRank
+from vllm_tide.train.gpu import INTERRUPTED
 from vllm_tide.train.judgement import Evidence, judge
 from vllm_tide.train.trainer import Trainer
 
@@ -107,7 +108,7 @@ def test_a_request_is_evidence_once():
         calls.append(1)
         return len(calls) <= 2  # both drafts on the fresh requests, then no more
 
-    assert trainer.train_cycle(progress).reason == "interrupted"
+    assert trainer.train_cycle(progress).reason == INTERRUPTED
     assert trainer.evidence.requests == len(unscored) > 10
     assert not trainer.unscored
     for _ in range(3):

@@ -23,6 +23,7 @@ from vllm_tide.train.evaluate import (
     evaluate,
     gain,
 )
+from vllm_tide.train.gpu import INTERRUPTED
 from vllm_tide.train.judgement import (
     MIN_RATE,
     PUBLISH_EVIDENCE,
@@ -382,7 +383,7 @@ def test_an_interrupted_cycle_returns_its_tokens(when, later):
         return len(calls) <= when
 
     result = trainer.train_cycle(progress)
-    assert (result.reason, result.publish, result.new) == ("interrupted", False, None)
+    assert (result.reason, result.publish, result.new) == (INTERRUPTED, False, None)
     assert len(calls) == when + 1
     assert trainer.buffer.new_tokens == new
     if not later:

@@ -203,12 +203,14 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         canary, trial = status.get("canary") or {}, ""
         if canary.get("undecided"):
             trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
-        engines = len(status["engines"])
+        engines = status["engines"]
+        served = sorted({each["installed"] for each in engines.values()})
+        versions = ", ".join(map(str, served)) or status["installed_version"]
         return (
-            f"{status['state']}, engines: {engines}; cycles: {status['cycles']}, "
+            f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
             f"steps: {status['steps']}; drafts published: {status['publications']}, "
-            f"rolled back: {status['rollbacks']}; version "
-            f"{status['installed_version']} served{trial}{waiting}{decided}"
+            f"rolled back: {status['rollbacks']}; version{'s' * (len(served) > 1)} "
+            f"{versions} served{trial}{waiting}{decided}"
         )
 
     try:

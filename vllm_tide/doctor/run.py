@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tide.config import ConfigError, TideConfig, parse_tide
-from vllm_tide.speculative import is_inline, mistakes, notes, read_json_object
+from vllm_tide.speculative import FRESH, is_inline, mistakes, notes, read_json_object
 
 # Check functions and their modules, in the order of the report. A module is imported at
 # its first check, so that an import error affects no other module.
@@ -111,8 +111,12 @@ def make_subject(
             speculative = read_json_object(source)
             if speculative.get("tide") is None:
                 where = "the inline JSON" if is_inline(source) else source
+                fresh = speculative.get("model") == FRESH
+                effect = (
+                    f"the server refuses {FRESH!r}" if fresh else "vllm_tide is off"
+                )
                 raise ConfigError(
-                    f"tide: {where} has no tide section, so vllm_tide is off; add "
+                    f"tide: {where} has no tide section, so {effect}; add "
                     '"tide": {} for the defaults.'
                 )
             error = "\n".join(mistakes(speculative, whole=True))

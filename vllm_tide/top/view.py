@@ -64,7 +64,7 @@ _TRAINER = {
     "cycle": "{cycles}, {steps} steps, loss [bold]{loss:.3f}[/], "
     "{train_tokens} tokens trained, {rows_read} rows read",
     "held out": "|acceptance {holdout_acceptance_new:.3f} new"
-    "|, {holdout_acceptance_live:.3f} served (last cycle)",
+    "|, {holdout_acceptance_live:.3f} served (last scored cycle)",
     "gate": "|{last_decision}",
     "draft": "version {published_version} published, {installed_version} installed"
     "|, last {seconds_since_publish:age} ago"

@@ -37,7 +37,7 @@ CALL_INTERVAL_S = 0.05
 
 Progress = Callable[[], bool]
 """Called between steps; False ends the cycle early."""
-INTERRUPTED = "interrupted"
+INTERRUPTED = "ended early by pause, purge or shutdown"
 
 
 # Torch's allocator raises OutOfMemoryError. Contexts, kernel launches and BLAS handles
