@@ -111,7 +111,7 @@ def test_switches_that_outlive_a_restart_are_a_warning(tmp_path, monkeypatch):
     finding = examined(subject, "switches")
     assert finding.status is Status.WARNING
     assert finding.sentence == (
-        "Nothing is captured until `vllm-tide resume`, also after restarts."
+        "Nothing is captured or trained until `vllm-tide resume`, also after restarts."
     )
 
 

@@ -148,6 +148,13 @@ def test_evidence_survives_a_checkpoint(tmp_path):
     assert not again.unscored
 
 
+def test_insufficient_evidence_is_not_rounded_up():
+    pair = judges.pair_of(dict.fromkeys(range(8), 0.1))
+    evidence = Evidence(running=19.9, reserve=0.09, total=2.0, weight=20.0, requests=60)
+    result = judge(1, 0.0, judges.pair_of({}), pair, TrainConfig(), "served", evidence)
+    assert not result.publish and "evidence 19.9 of 20" in result.reason
+
+
 # --------------------------------------------------------------------- not finite
 
 

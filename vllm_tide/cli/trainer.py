@@ -41,15 +41,18 @@ class NoTrainerError(NotRunningError):
 EPILOGS = {
     "status": "The loop of the trainer answers, so an answer means that it runs. `top` "
     "shows engines and servers too.",
-    "rollback": "The canary rolls back automatically when served speed falls. Training "
-    "continues from the older draft after two cycles; `pause` prevents further "
-    "publications. Without a running trainer the command itself publishes the previous "
-    "stored draft, else the initial one, to a running engine.",
+    "rollback": "Repeat it for earlier drafts, at last the initial one. The canary "
+    "rolls back automatically when served speed falls. Training continues from the "
+    "older draft after two cycles; `pause` prevents further publications. Without a "
+    "running trainer the command itself publishes the previous stored draft, else the "
+    "initial one, to a running engine.",
     "pause": "Engines then send no data, not even token ids, so the canary decides "
     "after `resume`. The pause persists over restarts and reboots, and needs no "
-    "trainer. Exit status: 0, or 1 without an engine or if a trainer does not answer.",
+    "trainer. captured_rows_total may grow once more, by rows of the last step before "
+    "it. Exit status: 0, or 1 without an engine or if a trainer does not answer.",
     "capture": "Engines follow within a second, with or without a trainer, also those "
-    "that start later. Exit status: 0, or 1 without an engine.",
+    "that start later. captured_rows_total may grow once more, by rows of the last "
+    "step before it. Exit status: 0, or 1 without an engine.",
 }
 TENANT = "data of this tenant (vllm_xargs: tide_tenant)"
 TENANT_ID = (

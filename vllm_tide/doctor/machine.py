@@ -165,10 +165,12 @@ def switches(subject: Subject) -> Finding:
 
     folders = switch.switch_folders(subject.run_dir, subject.tide.train.state_dir)
     remedies = {switch.PAUSED: "vllm-tide resume", switch.OFF: "vllm-tide capture on"}
-    if on := [remedies[name] for name in switch.switches_on(folders)]:
+    if on := switch.switches_on(folders):
+        what = "captured or trained" if switch.PAUSED in on else "captured"
+        commands = "` and `".join(remedies[name] for name in on)
         return warning(
-            f"Nothing is captured until `{'` and `'.join(on)}`, also after restarts.",
-            "Run that, if it is not intended. `vllm-tide pause` stops training too.",
+            f"Nothing is {what} until `{commands}`, also after restarts.",
+            "Run that, if it is not intended.",
         )
     return ok("Capture and training are not switched off.")
 

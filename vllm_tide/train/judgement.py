@@ -211,9 +211,11 @@ def judge(
     worse = difference < -max(2 * error, config.min_gain) and _moved_away(both)
     harmful = worse and fresh[0] < 0 and len(both.new.requests) >= MIN_HARM_REQUESTS
     publish = False
+    # Rounded down: 20 must mean that it suffices.
+    shown = math.floor(10 * min(evidence.wealth, PUBLISH_EVIDENCE)) / 10
     reason = (
         f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
-        f"{min(evidence.wealth, PUBLISH_EVIDENCE):.2g} of {PUBLISH_EVIDENCE:.0f}"
+        f"{shown:g} of {PUBLISH_EVIDENCE:.0f}"
     )
     if not evidence.requests:
         reason = "no request has been scored yet"
