@@ -10,12 +10,16 @@ import pytest
 from vllm_tide.config import ScheduleConfig
 from vllm_tide.deploy.schedule import (
     EPSILON,
+    IDLE_CYCLES,
     INIT_REQUESTS,
     LONG_DECAY,
+    MAX_REST,
     SHORT_DECAY,
     Schedule,
 )
 from vllm_tide.deploy.served import ServedRequest
+
+NOW = 1000.0  # monotonic (s)
 
 
 def schedule(mode, *, min_new_tokens=100, day0=False):
@@ -31,11 +35,48 @@ def shared(value):
 def test_always_trains_on_new_data_only():
     machine = schedule("always")
     assert machine.collecting
-    assert not machine.should_train(99)
-    assert machine.should_train(100)
+    assert not machine.should_train(99, NOW)
+    assert machine.should_train(100, NOW)
     for _ in range(10):
-        machine.cycle_done(False)
+        machine.cycle_done(False, False, 2.0, NOW)
     assert machine.collecting
+
+
+def test_training_rests_while_it_shows_no_gain():
+    machine, now, trained = schedule("always"), NOW, 0.0
+    shares = []
+    for cycle in range(1, 20 * IDLE_CYCLES):
+        assert machine.should_train(100, now)
+        now, trained = now + 2.0, trained + 2.0
+        machine.cycle_done(False, False, 2.0, now)
+        rest = machine.rest_left(now)
+        assert rest == pytest.approx(
+            2.0 * min(max(0.0, cycle / IDLE_CYCLES - 1), MAX_REST)
+        )
+        assert machine.should_train(100, now) is not (rest > 0)
+        now += rest
+        shares.append(trained / (now - NOW))
+    assert shares[IDLE_CYCLES - 1] == 1.0
+    assert shares[-1] < 0.15
+    assert machine.collecting  # capture goes on
+
+
+@pytest.mark.parametrize("end", ["gain", "shift"])
+def test_a_sign_of_a_gain_and_a_shift_end_the_rest(end):
+    machine = schedule("always")
+    for _ in range(4 * INIT_REQUESTS):
+        machine.observe(shared(0.8))
+    for _ in range(4 * IDLE_CYCLES):
+        machine.cycle_done(False, False, 2.0, NOW)
+    assert not machine.should_train(100, NOW)
+    if end == "gain":
+        machine.cycle_done(False, True, 2.0, NOW)
+    else:
+        for _ in range(3):
+            machine.observe(shared(0.5))
+    assert machine.should_train(100, NOW)
+    machine.cycle_done(False, False, 2.0, NOW)
+    assert machine.should_train(100, NOW)
 
 
 def literal(values, cycles):
@@ -68,7 +109,7 @@ def test_tide_is_algorithm_1_on_first_token_acceptance():
     for index, value in enumerate(values):
         machine.observe(shared(value))
         if index in cycles and machine.collecting:
-            machine.cycle_done(cycles[index])
+            machine.cycle_done(cycles[index], False, 0.0, NOW)
         states.append(machine.collecting)
     assert states == literal(values, cycles)
     assert True in states
@@ -79,9 +120,9 @@ def test_tide_starts_paused_unless_the_draft_is_fresh():
     assert not schedule("tide").collecting
     fresh = schedule("tide", day0=True)
     assert fresh.collecting
-    fresh.cycle_done(True)
+    fresh.cycle_done(True, False, 0.0, NOW)
     assert fresh.collecting
-    fresh.cycle_done(False)
+    fresh.cycle_done(False, False, 0.0, NOW)
     assert not fresh.collecting
 
 

@@ -15,6 +15,11 @@ without improvement. Two differences from the paper:
   acceptance seen in training. Here the gate of the other mode decides (`judgement.py`),
   which compares both drafts on the same requests.
 
+In both modes training rests after cycles without a sign of a gain, because it slows
+serving where no core is idle: after the n-th for n / `IDLE_CYCLES` - 1 durations of the
+cycle, so its share of the time falls to `IDLE_CYCLES` / n, and to 1/16 at last. A
+publication, a sign of a gain and a shift of traffic end that.
+
 Pure: no clock, no torch. Runs in the trainer.
 """
 
@@ -61,6 +66,10 @@ MIN_TRIES = 16.0
 SHORT_DECAY, LONG_DECAY = 0.9, 0.99  # per request, of the two averages (TIDE)
 EPSILON = 0.05  # fall of the accepted share that counts as a shift (TIDE)
 INIT_REQUESTS = 16  # for the initial averages
+IDLE_CYCLES = 16
+"""Cycles without a sign of a gain after which training rests between cycles."""
+MAX_REST = 15.0
+"""Longest rest, as a multiple of the last cycle's duration."""
 
 
 class Schedule:
@@ -74,6 +83,7 @@ class Schedule:
         averages: Averages of first-token acceptance over all requests, in every mode.
         reason: Reason of the current state.
         shifts: Number of detected shifts.
+        idle_cycles: Cycles since the last sign of a gain.
     """
 
     def __init__(
@@ -82,7 +92,8 @@ class Schedule:
         self.config, self.min_new_tokens = config, min_new_tokens
         self.averages = Averages(SHORT_DECAY, LONG_DECAY, INIT_REQUESTS)
         self._pool = FirstTokens()
-        self.shifts = self.pauses = 0
+        self.shifts = self.pauses = self.idle_cycles = 0
+        self._rest_until = -math.inf
         self._enabled = day0 or config.mode == "always"
         self.reason = "mode always"
         if config.mode == "tide":
@@ -94,26 +105,47 @@ class Schedule:
 
     def observe(self, request: ServedRequest) -> None:
         value = self._pool.add(request)
-        moved = value is not None and self.averages.add(value)
-        if self.config.mode != "tide" or not moved:
+        if value is None or not self.averages.add(value):
             return
         short, long = self.averages.short, self.averages.long
         if short < long - EPSILON:
+            self._end_rest()
             if not self._enabled:
                 self.shifts += 1
                 self.reason = f"acceptance fell from {long:.3f} to {short:.3f}"
             self._enabled = True
 
-    def should_train(self, new_tokens: int) -> bool:
+    def should_train(self, new_tokens: int, now: float) -> bool:
         """Return whether a cycle should begin, by training tokens since the last."""
-        return self.collecting and new_tokens >= self.min_new_tokens
+        enough = new_tokens >= self.min_new_tokens
+        return self.collecting and enough and not self.rest_left(now)
 
-    def cycle_done(self, improved: bool) -> None:
-        """Process a complete cycle; do not call it for interrupted ones."""
+    def rest_left(self, now: float) -> float:
+        """Return how long training rests (s)."""
+        return max(0.0, self._rest_until - now)
+
+    def cycle_done(
+        self, improved: bool, gaining: bool, seconds: float, now: float
+    ) -> None:
+        """Process a complete cycle; do not call it for interrupted ones.
+
+        Args:
+            gaining: The evidence shows a gain, or a draft is published.
+            seconds: Duration of the cycle (s), which ended at `now` (monotonic, s).
+        """
+        if gaining:
+            self._end_rest()
+        else:
+            self.idle_cycles += 1
+            rest = min(self.idle_cycles / IDLE_CYCLES - 1, MAX_REST)
+            self._rest_until = now + max(0.0, rest) * seconds
         if self.config.mode == "tide" and not improved and self._enabled:
             self._enabled = False
             self.pauses += 1
             self.reason = "a cycle without improvement"
+
+    def _end_rest(self) -> None:
+        self.idle_cycles, self._rest_until = 0, -math.inf
 
     def snapshot(self) -> dict[str, Any]:
         started = self.averages.started

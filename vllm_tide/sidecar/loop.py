@@ -45,7 +45,7 @@ from vllm_tide.train.distributed import (
     send_heartbeat,
     setup_of,
 )
-from vllm_tide.train.judgement import CycleResult
+from vllm_tide.train.judgement import SIGN_OF_GAIN, CycleResult
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
@@ -303,8 +303,8 @@ class Sidecar:
         if self._pause.on or self._memory_backoff.is_paused(time.monotonic()):
             return False
         buffer = self.trainer.buffer
-        enough = self.schedule.should_train(buffer.new_tokens)
-        return enough and buffer.train_tokens > 0
+        due = self.schedule.should_train(buffer.new_tokens, time.monotonic())
+        return due and buffer.train_tokens > 0
 
     def _train(self) -> None:
         self._cycle_began = began = time.monotonic()
@@ -332,7 +332,9 @@ class Sidecar:
             status.holdout_acceptance_new = new
             status.holdout_acceptance_live = live
             collecting = self.schedule.collecting
-            self.schedule.cycle_done(result.improved)
+            gaining = result.publish or result.evidence >= SIGN_OF_GAIN
+            now = time.monotonic()
+            self.schedule.cycle_done(result.improved, gaining, seconds, now)
             if self.schedule.collecting != collecting:
                 self._collect_changed()
         status.last_decision = result.reason
@@ -490,8 +492,14 @@ class Sidecar:
         status = self.status
         status.copy_from(self)
         missing = self.config.min_new_tokens - self.trainer.buffer.new_tokens
-        if status.state == "waiting" and not status.waiting_for and missing > 0:
-            status.waiting_for = f"{missing} more captured tokens"
+        if status.state == "waiting" and not status.waiting_for:
+            if missing > 0:
+                status.waiting_for = f"{missing} more captured tokens"
+            elif rest := self.schedule.rest_left(time.monotonic()):
+                status.waiting_for = (
+                    f"{rest:.0f} s of rest: {self.schedule.idle_cycles} cycles without "
+                    "a sign of a gain"
+                )
         status.rows_skipped = self.trainer.rows_skipped
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on

@@ -16,6 +16,8 @@ from vllm_tide.train.evaluate import FORMS, Evaluation, gain
 MIN_HARM_REQUESTS = 4  # fewest requests for the verdict that a candidate is harmful
 PUBLISH_EVIDENCE = 20.0
 """Evidence needed to publish: 1 / 0.05, where 0.05 is the false-positive rate."""
+SIGN_OF_GAIN = 2.0
+"""Evidence that useless candidates reach with probability 1/2 at most."""
 _DECAY = 0.95  # weight of earlier requests, per request
 _MAX_RISK = 0.9  # share of the wealth at risk at the largest loss seen
 _MIN_FACTOR = 0.05  # wealth factor of a larger loss
