@@ -224,8 +224,8 @@ class ScheduleConfig(_Section):
 
     mode: Literal["always", "tide"] = Field(
         "always",
-        description="`always` trains whenever new data exists; `tide` is the paper's "
-        "gate with one global average.",
+        description="`always` trains on new data, less often the longer it shows no "
+        "gain; `tide` is the paper's gate with one global average.",
     )
 
 

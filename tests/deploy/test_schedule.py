@@ -13,7 +13,7 @@ from vllm_tide.deploy.schedule import (
     IDLE_CYCLES,
     INIT_REQUESTS,
     LONG_DECAY,
-    MAX_REST,
+    MAX_WAIT,
     SHORT_DECAY,
     Schedule,
 )
@@ -42,27 +42,36 @@ def test_always_trains_on_new_data_only():
     assert machine.collecting
 
 
-def test_training_rests_while_it_shows_no_gain():
+def test_training_waits_while_it_shows_no_gain():
     machine, now, trained = schedule("always"), NOW, 0.0
     shares = []
     for cycle in range(1, 20 * IDLE_CYCLES):
         assert machine.should_train(100, now)
         now, trained = now + 2.0, trained + 2.0
         machine.cycle_done(False, False, 2.0, now)
-        rest = machine.rest_left(now)
-        assert rest == pytest.approx(
-            2.0 * min(max(0.0, cycle / IDLE_CYCLES - 1), MAX_REST)
+        wait = machine.wait_left(now)
+        assert wait == pytest.approx(
+            2.0 * min(max(0.0, cycle / IDLE_CYCLES - 1), MAX_WAIT)
         )
-        assert machine.should_train(100, now) is not (rest > 0)
-        now += rest
+        assert machine.should_train(100, now) is not (wait > 0)
+        now += wait
         shares.append(trained / (now - NOW))
     assert shares[IDLE_CYCLES - 1] == 1.0
     assert shares[-1] < 0.15
     assert machine.collecting  # capture goes on
 
 
+def test_requests_that_differ_do_not_end_the_wait():
+    machine, rng = schedule("always"), np.random.default_rng(0)
+    for _ in range(4 * IDLE_CYCLES):
+        machine.cycle_done(False, False, 2.0, NOW)
+    for value in np.clip(rng.normal(0.6, 0.2, 1000), 0, 1):
+        machine.observe(shared(value))
+    assert not machine.should_train(100, NOW)
+
+
 @pytest.mark.parametrize("end", ["gain", "shift"])
-def test_a_sign_of_a_gain_and_a_shift_end_the_rest(end):
+def test_a_sign_of_a_gain_and_a_shift_end_the_wait(end):
     machine = schedule("always")
     for _ in range(4 * INIT_REQUESTS):
         machine.observe(shared(0.8))
@@ -72,7 +81,7 @@ def test_a_sign_of_a_gain_and_a_shift_end_the_rest(end):
     if end == "gain":
         machine.cycle_done(False, True, 2.0, NOW)
     else:
-        for _ in range(3):
+        for _ in range(10):
             machine.observe(shared(0.5))
     assert machine.should_train(100, NOW)
     machine.cycle_done(False, False, 2.0, NOW)

@@ -15,10 +15,10 @@ without improvement. Two differences from the paper:
   acceptance seen in training. Here the gate of the other mode decides (`judgement.py`),
   which compares both drafts on the same requests.
 
-In both modes training rests after cycles without a sign of a gain, because it slows
+In both modes training waits after cycles without a sign of a gain, because it slows
 serving where no core is idle: after the n-th for n / `IDLE_CYCLES` - 1 durations of the
 cycle, so its share of the time falls to `IDLE_CYCLES` / n, and to 1/16 at last. A
-publication, a sign of a gain and a shift of traffic end that.
+publication, a sign of a gain and a shift of traffic end the wait.
 
 Pure: no clock, no torch. Runs in the trainer.
 """
@@ -67,9 +67,12 @@ SHORT_DECAY, LONG_DECAY = 0.9, 0.99  # per request, of the two averages (TIDE)
 EPSILON = 0.05  # fall of the accepted share that counts as a shift (TIDE)
 INIT_REQUESTS = 16  # for the initial averages
 IDLE_CYCLES = 16
-"""Cycles without a sign of a gain after which training rests between cycles."""
-MAX_REST = 15.0
-"""Longest rest, as a multiple of the last cycle's duration."""
+"""Cycles without a sign of a gain after which training waits between cycles."""
+MAX_WAIT = 15.0
+"""Longest wait, as a multiple of the last cycle's duration."""
+WAIT_SHIFT = 0.15
+"""Fall of the accepted share that ends a wait. The short average of requests that
+differ by 0.2 (standard deviation) varies by 0.05, so `EPSILON` would end every wait."""
 
 
 class Schedule:
@@ -93,7 +96,7 @@ class Schedule:
         self.averages = Averages(SHORT_DECAY, LONG_DECAY, INIT_REQUESTS)
         self._pool = FirstTokens()
         self.shifts = self.pauses = self.idle_cycles = 0
-        self._rest_until = -math.inf
+        self._wait_until = -math.inf
         self._enabled = day0 or config.mode == "always"
         self.reason = "mode always"
         if config.mode == "tide":
@@ -108,8 +111,9 @@ class Schedule:
         if value is None or not self.averages.add(value):
             return
         short, long = self.averages.short, self.averages.long
-        if short < long - EPSILON:
-            self._end_rest()
+        if short < long - WAIT_SHIFT:
+            self._end_wait()
+        if self.config.mode == "tide" and short < long - EPSILON:
             if not self._enabled:
                 self.shifts += 1
                 self.reason = f"acceptance fell from {long:.3f} to {short:.3f}"
@@ -118,11 +122,11 @@ class Schedule:
     def should_train(self, new_tokens: int, now: float) -> bool:
         """Return whether a cycle should begin, by training tokens since the last."""
         enough = new_tokens >= self.min_new_tokens
-        return self.collecting and enough and not self.rest_left(now)
+        return self.collecting and enough and not self.wait_left(now)
 
-    def rest_left(self, now: float) -> float:
-        """Return how long training rests (s)."""
-        return max(0.0, self._rest_until - now)
+    def wait_left(self, now: float) -> float:
+        """Return how long training waits (s)."""
+        return max(0.0, self._wait_until - now)
 
     def cycle_done(
         self, improved: bool, gaining: bool, seconds: float, now: float
@@ -134,18 +138,18 @@ class Schedule:
             seconds: Duration of the cycle (s), which ended at `now` (monotonic, s).
         """
         if gaining:
-            self._end_rest()
+            self._end_wait()
         else:
             self.idle_cycles += 1
-            rest = min(self.idle_cycles / IDLE_CYCLES - 1, MAX_REST)
-            self._rest_until = now + max(0.0, rest) * seconds
+            wait = min(self.idle_cycles / IDLE_CYCLES - 1, MAX_WAIT)
+            self._wait_until = now + max(0.0, wait) * seconds
         if self.config.mode == "tide" and not improved and self._enabled:
             self._enabled = False
             self.pauses += 1
             self.reason = "a cycle without improvement"
 
-    def _end_rest(self) -> None:
-        self.idle_cycles, self._rest_until = 0, -math.inf
+    def _end_wait(self) -> None:
+        self.idle_cycles, self._wait_until = 0, -math.inf
 
     def snapshot(self) -> dict[str, Any]:
         started = self.averages.started

@@ -495,11 +495,9 @@ class Sidecar:
         if status.state == "waiting" and not status.waiting_for:
             if missing > 0:
                 status.waiting_for = f"{missing} more captured tokens"
-            elif rest := self.schedule.rest_left(time.monotonic()):
-                status.waiting_for = (
-                    f"{rest:.0f} s of rest: {self.schedule.idle_cycles} cycles without "
-                    "a sign of a gain"
-                )
+            elif wait := self.schedule.wait_left(time.monotonic()):
+                idle = self.schedule.idle_cycles
+                status.waiting_for = f"{wait:.0f} s, as {idle} cycles showed no gain"
         status.rows_skipped = self.trainer.rows_skipped
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on
