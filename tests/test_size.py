@@ -23,7 +23,7 @@ LINES = {
     "cli": 1_625,
     "control": 2_020,
     "dashboards": 69,
-    "deploy": 2_468,
+    "deploy": 2_471,
     "doctor": 951,
     "draft": 3_574,
     "engine": 6_769,
@@ -31,9 +31,9 @@ LINES = {
     "kernels": 1_490,
     "memory": 292,
     "plan": 552,
-    "sidecar": 852,
+    "sidecar": 847,
     "top": 743,
-    "train": 4_391,
+    "train": 4_396,
     "transport": 5_471,
 }
 MAX_FILE_LINES = 550

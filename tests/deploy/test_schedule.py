@@ -49,11 +49,11 @@ def test_training_waits_while_it_shows_no_gain():
         assert machine.should_train(100, now)
         now, trained = now + 2.0, trained + 2.0
         machine.cycle_done(False, False, 2.0, now)
-        wait = machine.wait_left(now)
-        assert wait == pytest.approx(
-            2.0 * min(max(0.0, cycle / IDLE_CYCLES - 1), MAX_WAIT)
-        )
-        assert machine.should_train(100, now) is not (wait > 0)
+        wait = 2.0 * min(max(0.0, cycle / IDLE_CYCLES - 1), MAX_WAIT)
+        if wait:
+            assert not machine.should_train(100, now)
+            why = f"{wait:.0f} s, as {cycle} cycles showed no gain"
+            assert machine.waiting_for(100, now) == why
         now += wait
         shares.append(trained / (now - NOW))
     assert shares[IDLE_CYCLES - 1] == 1.0

@@ -121,12 +121,15 @@ class Schedule:
 
     def should_train(self, new_tokens: int, now: float) -> bool:
         """Return whether a cycle should begin, by training tokens since the last."""
-        enough = new_tokens >= self.min_new_tokens
-        return self.collecting and enough and not self.wait_left(now)
+        return self.collecting and not self.waiting_for(new_tokens, now)
 
-    def wait_left(self, now: float) -> float:
-        """Return how long training waits (s)."""
-        return max(0.0, self._wait_until - now)
+    def waiting_for(self, new_tokens: int, now: float) -> str:
+        """Return what a cycle waits for while data is collected; empty if nothing."""
+        if (missing := self.min_new_tokens - new_tokens) > 0:
+            return f"{missing} more captured tokens"
+        if (wait := self._wait_until - now) > 0:
+            return f"{wait:.0f} s, as {self.idle_cycles} cycles showed no gain"
+        return ""
 
     def cycle_done(
         self, improved: bool, gaining: bool, seconds: float, now: float

@@ -45,7 +45,7 @@ from vllm_tide.train.distributed import (
     send_heartbeat,
     setup_of,
 )
-from vllm_tide.train.judgement import SIGN_OF_GAIN, CycleResult
+from vllm_tide.train.judgement import CycleResult
 from vllm_tide.train.ranks import Ranks
 from vllm_tide.train.trainer import Trainer
 from vllm_tide.transport.admin import AdminSocket, Answer
@@ -332,9 +332,8 @@ class Sidecar:
             status.holdout_acceptance_new = new
             status.holdout_acceptance_live = live
             collecting = self.schedule.collecting
-            gaining = result.publish or result.evidence >= SIGN_OF_GAIN
             now = time.monotonic()
-            self.schedule.cycle_done(result.improved, gaining, seconds, now)
+            self.schedule.cycle_done(result.improved, result.gaining, seconds, now)
             if self.schedule.collecting != collecting:
                 self._collect_changed()
         status.last_decision = result.reason
@@ -491,13 +490,9 @@ class Sidecar:
             return
         status = self.status
         status.copy_from(self)
-        missing = self.config.min_new_tokens - self.trainer.buffer.new_tokens
         if status.state == "waiting" and not status.waiting_for:
-            if missing > 0:
-                status.waiting_for = f"{missing} more captured tokens"
-            elif wait := self.schedule.wait_left(time.monotonic()):
-                idle = self.schedule.idle_cycles
-                status.waiting_for = f"{wait:.0f} s, as {idle} cycles showed no gain"
+            tokens, now = self.trainer.buffer.new_tokens, time.monotonic()
+            status.waiting_for = self.schedule.waiting_for(tokens, now)
         status.rows_skipped = self.trainer.rows_skipped
         schedule = self.schedule.snapshot()
         schedule["collecting"] &= not self._pause.on

@@ -65,6 +65,11 @@ class CycleResult:
     evaluation_s: float = 0.0
     elsewhere_s: float = 0.0
 
+    @property
+    def gaining(self) -> bool:
+        """True if the candidate is published, or may be with more evidence."""
+        return self.publish or self.evidence >= SIGN_OF_GAIN
+
 
 def without_evaluation(steps: int, loss: float, reason: str) -> CycleResult:
     return CycleResult(steps, loss, None, None, 0.0, math.inf, False, reason)
