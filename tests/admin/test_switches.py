@@ -75,6 +75,39 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
     assert recorder.collect_mode is Collect.FULL
 
 
+@pytest.mark.parametrize("end", ["stopped", "reboot"])
+@pytest.mark.parametrize("name", ["capture", "pause"])
+def test_a_switch_is_undone_without_an_engine(tmp_path, state, name, end):
+    """The command finds `tide.train.state_dir` in the file, or it is an option."""
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    off, on = {"capture": (["off"], ["on"]), "pause": ([], [])}[name]
+    command = [name, "--run-dir", str(run_dir)]
+    assert main([*command, *off]) == 0
+    if end == "reboot":
+        shutil.rmtree(run_dir)
+        run_dir.mkdir(mode=0o700)
+    else:
+        for manifest in run_dir.glob("engine-*.json"):
+            manifest.unlink()
+    folders = switch.switch_folders(run_dir, *state)
+    assert switch.switches_on(folders)
+    command[0] = {"capture": "capture", "pause": "resume"}[name]
+    options = ["--state-dir", *state] if state and end == "reboot" else []
+    assert main([*command, *options, *on]) == 1  # done; no engine follows
+    assert not switch.switches_on(folders)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"folders": 1}', '{"folders": [1]}']
+)
+def test_a_switch_file_of_another_version_is_a_switch(tmp_path, text):
+    (tmp_path / PAUSED).write_text(text)
+    paused = Switch(tmp_path, PAUSED, str(tmp_path / "kept"))
+    assert paused.on
+    assert paused.set(False) == "" and not (tmp_path / PAUSED).exists()
+
+
 @pytest.mark.parametrize("name", ["capture_off.json", "paused.json"])
 def test_a_directory_that_vanishes_while_a_switch_is_on_stays_off(
     recorder, tmp_path, state, name

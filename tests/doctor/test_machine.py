@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.doctor.samples import examined, make_subject, write_draft
-from vllm_tide.capture.switch import PAUSED, Switch
-from vllm_tide.config import MIB
+from vllm_tide.capture.switch import OFF, PAUSED, Switch
+from vllm_tide.config import MIB, parse_tide
 from vllm_tide.doctor import machine
 from vllm_tide.doctor.install import TorchBuild
 from vllm_tide.doctor.run import Status, Subject
@@ -113,6 +113,13 @@ def test_switches_that_outlive_a_restart_are_a_warning(tmp_path, monkeypatch):
     assert finding.sentence == (
         "Nothing is captured or trained until `vllm-tide resume`, also after restarts."
     )
+    tide = parse_tide({"run_dir": "/r", "train": {"state_dir": "/s"}})
+    monkeypatch.setattr("vllm_tide.capture.switch.switches_on", lambda _: [PAUSED, OFF])
+    finding = examined(Subject(run_dir=Path("/r"), tide=tide), "switches")
+    assert (
+        "`vllm-tide resume --run-dir /r --state-dir /s` and `vllm-tide capture on "
+        "--run-dir /r --state-dir /s`"
+    ) in finding.sentence
 
 
 def test_another_users_run_directory_fails(tmp_path):

@@ -17,7 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_tide.transport.rendezvous import durable_folder, make_private, write_private
+from vllm_tide.transport.rendezvous import (
+    durable_folder,
+    make_private,
+    read_small,
+    write_private,
+)
 from vllm_tide.transport.ring import Collect
 
 if TYPE_CHECKING:
@@ -58,6 +63,18 @@ def switches_on(folders: Sequence[Path]) -> list[str]:
     return [name for name in (OFF, PAUSED) if name in names]
 
 
+def _set_with(path: Path) -> list[Path]:
+    """Return the folders in which a switch was set together with its file `path`.
+
+    Without its engine a command does not know `tide.train.state_dir`.
+    """
+    try:
+        folders = json.loads(read_small(path))["folders"]
+        return [Path(folder) for folder in folders if os.path.isabs(folder)]
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or of another version
+        return []
+
+
 class Switch:
     """Pause of training, or of capture only: on while one of its files exists.
 
@@ -67,7 +84,8 @@ class Switch:
     """
 
     def __init__(self, run_dir: Path, name: str, *state_dirs: str | None) -> None:
-        self._name, self._folders = name, switch_folders(run_dir, *state_dirs)
+        folders = (*switch_folders(run_dir, *state_dirs), *_set_with(run_dir / name))
+        self._name, self._folders = name, list(dict.fromkeys(folders))
         self._failed = False
         try:
             self.on = name in switches_on(self._folders)
@@ -93,8 +111,9 @@ class Switch:
             try:
                 if on:
                     make_private(folder)
-                    since = json.dumps({"since_unix_s": time.time()})
-                    write_private(path, since, durable=True)
+                    folders = list(map(str, self._folders))
+                    facts = {"since_unix_s": time.time(), "folders": folders}
+                    write_private(path, json.dumps(facts), durable=True)
                 else:
                     with suppress(FileNotFoundError, NotADirectoryError):
                         path.unlink()

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         scope("--tenant-id", metavar="HEX", help=TENANT_ID)
         scope("--all", action="store_true", help="all data")
     add_run_dir(parser)
-    if name in ("purge", "capture", "rollback"):
+    if name != "status":
         add("--state-dir", metavar="DIR", help=STATE_DIR)
     if name == "purge":
         add("--spool", metavar="URL", help=SPOOL)

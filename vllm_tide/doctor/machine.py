@@ -163,11 +163,14 @@ def switches(subject: Subject) -> Finding:
     """Report the switches that outlive restarts: `pause` and `capture off`."""
     from vllm_tide.capture import switch
 
-    folders = switch.switch_folders(subject.run_dir, subject.tide.train.state_dir)
+    state_dir = subject.tide.train.state_dir
+    folders = switch.switch_folders(subject.run_dir, state_dir)
     remedies = {switch.PAUSED: "vllm-tide resume", switch.OFF: "vllm-tide capture on"}
     if on := switch.switches_on(folders):
         what = "captured or trained" if switch.PAUSED in on else "captured"
-        commands = "` and `".join(remedies[name] for name in on)
+        options = f" --run-dir {subject.run_dir}" if subject.tide.run_dir else ""
+        options += f" --state-dir {state_dir}" if state_dir else ""
+        commands = "` and `".join(remedies[name] + options for name in on)
         return warning(
             f"Nothing is {what} until `{commands}`, also after restarts.",
             "Run that, if it is not intended.",
