@@ -66,7 +66,7 @@ MIN_TRIES = 16.0
 SHORT_DECAY, LONG_DECAY = 0.9, 0.99  # per request, of the two averages (TIDE)
 EPSILON = 0.05  # fall of the accepted share that counts as a shift (TIDE)
 INIT_REQUESTS = 16  # for the initial averages
-IDLE_CYCLES = 16
+IDLE_CYCLES = 12
 """Cycles without a sign of a gain after which training waits between cycles."""
 MAX_WAIT = 15.0
 """Longest wait, as a multiple of the last cycle's duration."""
