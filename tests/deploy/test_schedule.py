@@ -61,6 +61,17 @@ def test_training_waits_while_it_shows_no_gain():
     assert machine.collecting  # capture goes on
 
 
+def test_a_fresh_draft_is_trained_without_a_wait_until_it_gains():
+    machine = schedule("always", day0=True)
+    for _ in range(3 * IDLE_CYCLES):
+        machine.cycle_done(False, False, 2.0, NOW)
+    assert machine.should_train(100, NOW)
+    machine.cycle_done(True, True, 2.0, NOW)
+    for _ in range(2 * IDLE_CYCLES):
+        machine.cycle_done(False, False, 2.0, NOW)
+    assert not machine.should_train(100, NOW)
+
+
 def test_requests_that_differ_do_not_end_the_wait():
     machine, rng = schedule("always"), np.random.default_rng(0)
     for _ in range(4 * IDLE_CYCLES):

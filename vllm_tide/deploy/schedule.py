@@ -18,7 +18,8 @@ without improvement. Two differences from the paper:
 In both modes training waits after cycles without a sign of a gain, because it slows
 serving where no core is idle: after the n-th for n / `IDLE_CYCLES` - 1 durations of the
 cycle, so its share of the time falls to `IDLE_CYCLES` / n, and to 1/16 at last. A
-publication, a sign of a gain and a shift of traffic end the wait.
+publication, a sign of a gain and a shift of traffic end the wait. A fresh draft is
+trained without one until it shows a gain.
 
 Pure: no clock, no torch. Runs in the trainer.
 """
@@ -97,6 +98,7 @@ class Schedule:
         self._pool = FirstTokens()
         self.shifts = self.pauses = self.idle_cycles = 0
         self._wait_until = -math.inf
+        self._untrained = day0
         self._enabled = day0 or config.mode == "always"
         self.reason = "mode always"
         if config.mode == "tide":
@@ -141,8 +143,9 @@ class Schedule:
             seconds: Duration of the cycle (s), which ended at `now` (monotonic, s).
         """
         if gaining:
+            self._untrained = False
             self._end_wait()
-        else:
+        elif not self._untrained:
             self.idle_cycles += 1
             wait = min(self.idle_cycles / IDLE_CYCLES - 1, MAX_WAIT)
             self._wait_until = now + max(0.0, wait) * seconds
