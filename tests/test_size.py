@@ -23,7 +23,7 @@ LINES = {
     "cli": 1_625,
     "control": 2_020,
     "dashboards": 69,
-    "deploy": 2_474,
+    "deploy": 2_475,
     "doctor": 954,
     "draft": 3_574,
     "engine": 6_769,

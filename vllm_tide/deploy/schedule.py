@@ -117,6 +117,7 @@ class Schedule:
             self._end_wait()
         if self.config.mode == "tide" and short < long - EPSILON:
             if not self._enabled:
+                self._end_wait()
                 self.shifts += 1
                 self.reason = f"acceptance fell from {long:.3f} to {short:.3f}"
             self._enabled = True
