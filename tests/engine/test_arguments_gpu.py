@@ -171,6 +171,24 @@ def test_supported_features_are_not_refused(change, tmp_path, monkeypatch):
     check_engine_config(engine_on("cpu", **change))
 
 
+def test_a_trainer_on_a_gpu_needs_a_gpu_build_of_torch(tmp_path, monkeypatch):
+    from vllm_tide.engine.arguments import check_engine_config
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.version.hip", None)
+    on_gpu = {"train": {"device": "cuda:0"}}
+    with pytest.raises(ConfigError, match="^tide.train.device: 'cuda:0', but torch is"):
+        check_engine_config(engine_on("cpu", tide=on_gpu))
+    # Here no trainer is started: it runs on another host, or by hand.
+    elsewhere = on_gpu | {"spool": {"url": str(tmp_path / "spool")}}
+    check_engine_config(engine_on("cpu", tide=elsewhere))
+    by_hand = {"train": {"device": "cuda:0", "autostart": False}}
+    check_engine_config(engine_on("cpu", tide=by_hand))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    check_engine_config(engine_on("cpu", tide=on_gpu))
+
+
 def test_a_mixture_of_experts_on_several_ranks_disables_control(heard):
     from vllm_tide.engine.arguments import check_engine_config
 

@@ -155,6 +155,24 @@ def test_the_memory_is_not_counted_as_drafting_that_is_off():
     assert server["memory_length"] == pytest.approx(1.5)
 
 
+def test_beside_the_memory_few_drafts_are_no_acceptance_length():
+    zero = {"memory_proposals": 0, "memory_accepted_tokens": 0, "draft_version": 0}
+    zero |= {"drafts": 0, "accepted_tokens": 0, "control_steps": 0}
+    some = {"memory_proposals": 400, "memory_accepted_tokens": 560, "draft_version": 0}
+    some |= {"drafts": 404, "accepted_tokens": 578, "control_steps": 400}
+    zero["steps_without_drafts"] = {"no_gain": 0}
+    off = {"steps_without_drafts": {"no_gain": 400}}
+    server = make_picture(history(zero, some), "")["servers"][0]
+    assert server["acceptance_length"] is None
+    assert verdict(zero, some | off)[1] == (
+        "Unknown: the draft is off in 100% of steps (no_gain 400), 2.40 in steps that "
+        "the memory drafts; no draft trained here is served."
+    )
+    many = {"drafts": 600, "accepted_tokens": 760}
+    server = make_picture(history(zero, some | many), "")["servers"][0]
+    assert server["acceptance_length"] == pytest.approx(2.0)
+
+
 def test_drafting_without_tokens_differs_from_drafting_that_is_off():
     none = {"drafts": 400, "draft_tokens": 1200, "accepted_tokens": 480}
     off = {"steps_without_drafts": {"no_gain": 90, "slo": 10}}

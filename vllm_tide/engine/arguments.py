@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from vllm_tide.config import (
     ConfigError,
     TideConfig,
     parse_tide,
+    starts_trainer,
     without_credentials,
 )
 from vllm_tide.engine.adaptive_arguments import (
@@ -272,6 +274,13 @@ def _of_engine(config: Any, tide: TideConfig) -> Iterator[str]:
         yield (
             f"tide: device {device!r} needs Model Runner V2; set "
             "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
+        )
+    name, build = tide.train.device, torch.version
+    local = starts_trainer(tide) and tide.spool.url is None
+    if local and name != "cpu" and not (build.cuda or build.hip):
+        yield (
+            f"tide.train.device: {name!r}, but torch is a CPU build; set it to 'cpu', "
+            "or install the GPU builds of torch and vLLM."
         )
     if config.lora_config:
         yield (

@@ -73,7 +73,9 @@ def leave_the_core() -> None:
     if current_platform.is_cpu():
         shm_broadcast.busy_loop_limit_s = 0.0
         shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 1
-        logger.info("vllm_tide: vLLM waits without spinning; the trainer uses the core")
+        logger.info(
+            "vllm_tide: vLLM waits without spinning, to leave the core to a trainer"
+        )
 
 
 class SchedulerTide:

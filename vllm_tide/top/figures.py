@@ -17,6 +17,7 @@ _STEPS = "vllm_tide:control_steps_total"
 _DRAFT_PASSES = "vllm_tide:draft_passes_total"
 _OFF = "vllm_tide:steps_without_drafts_total"
 _MOSTLY = 0.9
+_FEW_DRAFTS = 0.1  # of the memory's proposals
 _PLAIN_OVER_MEASURED = (
     "vllm_tide:plain_step_seconds_total",
     "vllm_tide:step_seconds_total",
@@ -85,14 +86,16 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     if version is None:
         return _verdict(url, None, "tide is not configured on this server")
     length, speed = _length(grown), _ratio(grown, *_PLAIN_OVER_MEASURED)
+    proposals, accepted = (grown.value(name) or 0.0 for name in _MEMORY)
     off, share = _off(grown)
+    known = [f"{speed:.2f}x of plain decoding"] if speed else []
+    known += [f"{length:.2f} tokens per verify step"] if length else []
     if share is not None and share >= _MOSTLY:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
         text = f"drafting is off in {share:.0%} of steps ({why})"
-        return _verdict(url, False, text)
-    known = [f"{speed:.2f}x of plain decoding"] if speed else []
-    known += [f"{length:.2f} tokens per verify step"] if length else []
-    proposals, accepted = (grown.value(name) or 0.0 for name in _MEMORY)
+        if not proposals:
+            return _verdict(url, False, text)
+        known = [text.replace("drafting", "the draft")]
     if proposals:
         known += [f"{1 + accepted / proposals:.2f} in steps that the memory drafts"]
     if not known:
@@ -222,5 +225,6 @@ def _length(page: Page) -> float | None:
         return None
     proposals, from_memory = (page.value(name) or 0.0 for name in _MEMORY)
     drafts -= proposals
-    # The counters are of slightly different times.
-    return 1 + max(accepted - from_memory, 0.0) / drafts if drafts > 0 else None
+    # The counters are of slightly different times: a small remainder is no measurement.
+    few = max(1.0, _FEW_DRAFTS * proposals)
+    return 1 + max(accepted - from_memory, 0.0) / drafts if drafts >= few else None

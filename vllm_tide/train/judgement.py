@@ -225,7 +225,7 @@ def judge(
         f"{shown:g} of {PUBLISH_EVIDENCE:.0f}"
     )
     if not evidence.requests:
-        reason = "no request has been scored yet"
+        reason = "no request has been scored against the served draft yet"
     elif evidence.gain < config.min_gain:
         reason += f"; gain below min_gain {config.min_gain}"
     elif forgot:
