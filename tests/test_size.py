@@ -31,8 +31,8 @@ LINES = {
     "kernels": 1_490,
     "memory": 292,
     "plan": 552,
-    "sidecar": 847,
-    "top": 747,
+    "sidecar": 848,
+    "top": 751,
     "train": 4_396,
     "transport": 5_471,
 }

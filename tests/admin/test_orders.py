@@ -175,6 +175,14 @@ def test_a_pause_inside_a_cycle_keeps_its_training_data(engine):
     sidecar.feeds.close()
 
 
+def test_status_is_of_now_and_not_of_the_last_report(engine):
+    sidecar = attach(engine)
+    sidecar._tick()  # writes a report; the next is due in a second
+    sidecar.deployment.installed = 7
+    assert order(sidecar, "status")["status"]["installed_version"] == 7
+    sidecar.feeds.close()
+
+
 def test_an_invalid_or_failed_order_gives_the_reason(engine):
     sidecar = attach(engine)
     assert order(sidecar, "dance")["error"] == (

@@ -165,8 +165,8 @@ def test_beside_the_memory_few_drafts_are_no_acceptance_length():
     server = make_picture(history(zero, some), "")["servers"][0]
     assert server["acceptance_length"] is None
     assert verdict(zero, some | off)[1] == (
-        "Unknown: the draft is off in 100% of steps (no_gain 400), 2.40 in steps that "
-        "the memory drafts; no draft trained here is served."
+        "Unknown: now the draft is off in 100% of steps (no_gain 400); the memory "
+        "drafts, 2.40 tokens in its steps."
     )
     many = {"drafts": 600, "accepted_tokens": 760}
     server = make_picture(history(zero, some | many), "")["servers"][0]

@@ -260,6 +260,7 @@ class Sidecar:
         """Execute an operator's command between two steps; None: repeat it later."""
         command = request["do"]
         if command == "status":
+            self._update_status(force=True)
             return {"ok": True, "status": finite(asdict(self.status))}
         if command in ("pause", "resume"):
             return self._set_pause(command == "pause")

@@ -92,10 +92,14 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     known += [f"{length:.2f} tokens per verify step"] if length else []
     if share is not None and share >= _MOSTLY:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
-        text = f"drafting is off in {share:.0%} of steps ({why})"
         if not proposals:
+            text = f"drafting is off in {share:.0%} of steps ({why})"
             return _verdict(url, False, text)
-        known = [text.replace("drafting", "the draft")]
+        text = (
+            f"now the draft is off in {share:.0%} of steps ({why}); the memory drafts, "
+            f"{1 + accepted / proposals:.2f} tokens in its steps"
+        )
+        return _verdict(url, None, text)
     if proposals:
         known += [f"{1 + accepted / proposals:.2f} in steps that the memory drafts"]
     if not known:
