@@ -98,9 +98,24 @@ def test_a_switch_is_undone_without_an_engine(tmp_path, state, name, end):
     assert not switch.switches_on(folders)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"folders": 1}', '{"folders": [1]}']
-)
+def test_a_restored_switch_is_undone_without_an_engine(tmp_path, state):
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    assert main(["pause", "--run-dir", str(run_dir)]) == 0
+    switches = Switches(run_dir, *state)  # of the engine, which runs on
+    os.rename(run_dir, tmp_path / "moved")
+    run_dir.mkdir(mode=0o700)
+    assert switches.read() == [PAUSED]
+    switches.close()
+    assert main(["resume", "--run-dir", str(run_dir)]) == 1  # done; no engine follows
+    assert not switch.switches_on(switch.switch_folders(run_dir, *state))
+
+
+DAMAGED = ["", "{}", "[1]", '{"folders": 1}', '{"folders": [1]}', "[" * 60_000]
+DAMAGED += ['{"folders": ["/a\\u0000b"]}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_switch_file_of_another_version_is_a_switch(tmp_path, text):
     (tmp_path / PAUSED).write_text(text)
     paused = Switch(tmp_path, PAUSED, str(tmp_path / "kept"))

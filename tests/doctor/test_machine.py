@@ -101,6 +101,15 @@ def test_run_directories(tmp_path):
 
 
 @ROOT_ONLY
+def test_a_gpu_of_a_trainer_elsewhere_is_not_checked(monkeypatch):
+    monkeypatch.setattr(machine, "torch_build", lambda: TorchBuild("2", None, None))
+    for tide in ({"spool": {"url": "/s"}}, {"train": {"autostart": False}}, {}):
+        train = tide.get("train", {}) | {"device": "cuda:0"}
+        subject = Subject(run_dir=Path("/r"), tide=parse_tide(tide | {"train": train}))
+        status = examined(subject, "trainer_device").status
+        assert status is (Status.SKIPPED if tide else Status.FAILED)
+
+
 def test_switches_that_outlive_a_restart_are_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     subject = Subject(run_dir=tmp_path / "run")

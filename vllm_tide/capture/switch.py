@@ -70,9 +70,14 @@ def _set_with(path: Path) -> list[Path]:
     """
     try:
         folders = json.loads(read_small(path))["folders"]
-        return [Path(folder) for folder in folders if os.path.isabs(folder)]
-    except (OSError, ValueError, KeyError, TypeError):  # no file, or of another version
-        return []
+        absolute = [path for path in folders if os.path.isabs(path)]
+        return [Path(path) for path in absolute if "\0" not in path]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # no file, damaged, or of another version
+
+
+def _contents(folders: Sequence[Path]) -> str:
+    return json.dumps({"since_unix_s": time.time(), "folders": list(map(str, folders))})
 
 
 class Switch:
@@ -111,9 +116,7 @@ class Switch:
             try:
                 if on:
                     make_private(folder)
-                    folders = list(map(str, self._folders))
-                    facts = {"since_unix_s": time.time(), "folders": folders}
-                    write_private(path, json.dumps(facts), durable=True)
+                    write_private(path, _contents(self._folders), durable=True)
                 else:
                     with suppress(FileNotFoundError, NotADirectoryError):
                         path.unlink()
@@ -147,7 +150,7 @@ class Switches:
                 on = [name for name in (OFF, PAUSED) if name in (*on, *self.on)]
                 self.on = on
                 for name in on:
-                    write_private(self._run_dir / name, "{}")
+                    write_private(self._run_dir / name, _contents(self._folders))
                 self._open()
             self.on = on
         for name in self.on:  # else systemd-tmpfiles removes them as old files

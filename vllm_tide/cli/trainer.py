@@ -175,7 +175,8 @@ def _print_answers(
     if lines or args.json:
         values = {name: a.get("status", a) for name, a in answers.items()}
         status = emit(args, "\n".join(lines), values)
-    return status or EXIT_NO * (len(good) < len(answers))
+    partly = any("note" in answer for answer in good.values())
+    return status or EXIT_NO * (len(good) < len(answers) or partly)
 
 
 def _outcome(answer: dict[str, Any]) -> str:
