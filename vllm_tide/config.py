@@ -508,3 +508,8 @@ def starts_trainer(config: TideConfig) -> bool:
     """
     configured = config.train.autostart or config.spool.url is not None
     return configured and config.capture.enabled and config.swap.enabled
+
+
+def trains_here(config: TideConfig) -> bool:
+    """Return whether the server starts a trainer, and not a relay to another host."""
+    return starts_trainer(config) and config.spool.url is None

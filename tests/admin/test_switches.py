@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -96,6 +97,47 @@ def test_a_switch_is_undone_without_an_engine(tmp_path, state, name, end):
     options = ["--state-dir", *state] if state and end == "reboot" else []
     assert main([*command, *options, *on]) == 1  # done; no engine follows
     assert not switch.switches_on(folders)
+
+
+def test_a_relative_state_directory_is_recorded_as_absolute(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    monkeypatch.chdir(tmp_path)
+    command = ["--run-dir", str(run_dir)]
+    assert main(["pause", *command, "--state-dir", "state"]) == 1  # no engine
+    monkeypatch.chdir("/")
+    assert main(["resume", *command]) == 1
+    state_dir = str(tmp_path / "state")
+    assert not switch.switches_on(switch.switch_folders(run_dir, state_dir))
+
+
+def test_a_pause_that_would_not_last_is_no_success(tmp_path, state, capsys):
+    run_dir, asked = tmp_path / "run", []
+    announce(run_dir, state)
+    trainer = AdminSocket("trainer", run_dir)
+    answer = {"ok": True, "paused": True, "was_paused": False}
+
+    def answer_with(**more):
+        done = threading.Event()
+
+        def poll():
+            while not done.is_set():
+                trainer.poll(lambda request: asked.append(request) or answer | more)
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        try:
+            return main(["pause", "--run-dir", str(run_dir)])
+        finally:
+            done.set()
+            thread.join()
+
+    assert answer_with() == 0
+    assert answer_with(note="the file cannot be changed") == 1
+    assert "paused; the file cannot be changed" in capsys.readouterr().out
+    assert len(asked) == 2
+    trainer.close()
 
 
 def test_a_restored_switch_is_undone_without_an_engine(tmp_path, state):

@@ -77,7 +77,8 @@ def _set_with(path: Path) -> list[Path]:
 
 
 def _contents(folders: Sequence[Path]) -> str:
-    return json.dumps({"since_unix_s": time.time(), "folders": list(map(str, folders))})
+    absolute = list(map(os.path.abspath, folders))  # read in other directories
+    return json.dumps({"since_unix_s": time.time(), "folders": absolute})
 
 
 class Switch:

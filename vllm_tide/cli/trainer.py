@@ -49,7 +49,8 @@ EPILOGS = {
     "pause": "Engines then send no data, not even token ids, so the canary decides "
     "after `resume`. The pause persists over restarts and reboots, and needs no "
     "trainer. captured_rows_total may grow once more, by rows of the last step before "
-    "it. Exit status: 0, or 1 without an engine or if a trainer does not answer.",
+    "it. Exit status: 0, or 1 without an engine, without an answer of a trainer, or if "
+    "the file of the pause cannot be written.",
     "capture": "Engines follow within a second, with or without a trainer, also those "
     "that start later. captured_rows_total may grow once more, by rows of the last "
     "step before it. Exit status: 0, or 1 without an engine.",

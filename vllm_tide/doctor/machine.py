@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
 
-from vllm_tide.config import GIB, MIB, starts_trainer
+from vllm_tide.config import GIB, MIB, trains_here
 from vllm_tide.doctor.install import torch_build
 from vllm_tide.doctor.run import Finding, Subject, check, failed, ok, skipped, warning
 from vllm_tide.transport.rendezvous import read_manifests
@@ -194,7 +194,7 @@ def trainer_device(subject: Subject) -> Finding:
     if build is None:
         return skipped("torch is not installed.")
     if name != "cpu" and not (build.cuda or build.hip):
-        if not starts_trainer(subject.tide) or subject.tide.spool.url is not None:
+        if not trains_here(subject.tide):
             return skipped(f"It is {name}, but this server starts no trainer here.")
         return failed(
             f"tide.train.device is {name}, but torch is a CPU build.",

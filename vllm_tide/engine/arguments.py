@@ -18,7 +18,7 @@ from vllm_tide.config import (
     ConfigError,
     TideConfig,
     parse_tide,
-    starts_trainer,
+    trains_here,
     without_credentials,
 )
 from vllm_tide.engine.adaptive_arguments import (
@@ -276,8 +276,7 @@ def _of_engine(config: Any, tide: TideConfig) -> Iterator[str]:
             "VLLM_USE_V2_MODEL_RUNNER to 1, or remove the tide section."
         )
     name, build = tide.train.device, torch.version
-    local = starts_trainer(tide) and tide.spool.url is None
-    if local and name != "cpu" and not (build.cuda or build.hip):
+    if trains_here(tide) and name != "cpu" and not (build.cuda or build.hip):
         yield (
             f"tide.train.device: {name!r}, but torch is a CPU build; set it to 'cpu', "
             "or install the GPU builds of torch and vLLM."
