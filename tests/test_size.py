@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_241,
     "capture": 1_197,
-    "cli": 1_627,
+    "cli": 1_632,
     "control": 2_020,
     "dashboards": 69,
     "deploy": 2_475,
@@ -32,9 +32,9 @@ LINES = {
     "memory": 292,
     "plan": 552,
     "sidecar": 848,
-    "top": 751,
+    "top": 754,
     "train": 4_396,
-    "transport": 5_471,
+    "transport": 5_477,
 }
 MAX_FILE_LINES = 550
 MAX_ATTRIBUTES = 20

@@ -114,6 +114,7 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
     writer.close()
     names = {"ring": ring.name, "weights": segment.name}
     names["draft_path"] = "/home/u/.cache/vllm_tide/fresh/2f07064cd9fb2c5c"
+    names["tide"] = {"spool": {"url": "file:///s"}}
     write_manifest(tmp_path, make_manifest("b", created_unix=2.0, **names))
     write_dead_manifest(tmp_path, "a", created_unix=1.0)
     (tmp_path / "engine-bad.json").write_text("[]")
@@ -123,6 +124,7 @@ def test_live_and_dead_engines_are_read_and_nothing_is_changed(tmp_path, ring, s
     assert dead["ring_capacity_bytes"] is dead["published_version"] is None
     assert live["alive"] and live["draft"] == "fresh"
     assert live["ring_capacity_bytes"] == 1 << 16
+    assert live["spool"] and not dead["spool"]
     assert (live["written_rows"], live["dropped_rows"]) == (20, 0)
     assert (live["published_version"], live["target"]) == (3, "t")
     assert (live["installed_version"], live["refused_reason"]) == (2, "norm")

@@ -109,6 +109,13 @@ def test_a_name_cannot_inject_terminal_codes_or_markup(name, seen):
     assert text.count(seen) == 4
 
 
+def test_a_trainer_behind_a_spool_is_not_called_starting():
+    shown = picture(trainers=0)
+    assert plain(shown, 150).splitlines()[-1] == "TRAINER starting"
+    shown["engines"][0]["spool"] = True
+    assert "TRAINER at the other end of the spool" in plain(shown, 150)
+
+
 def test_a_trainer_that_ended_takes_one_line():
     shown = picture()
     assert not plain(shown, 150).splitlines()[-1].startswith("TRAINER")

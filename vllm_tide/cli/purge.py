@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from vllm_tide.cli import EXIT_NO, emit, fail
 from vllm_tide.cli.trainer import (
     displayed,
-    is_spooled,
     running_state_dirs,
     socket_folders,
 )
 from vllm_tide.transport import tenant
 from vllm_tide.transport.admin import Answer, send_to_all, sockets
-from vllm_tide.transport.rendezvous import read_manifests
+from vllm_tide.transport.rendezvous import is_spooled, read_manifests
 from vllm_tide.transport.ring import peek_ring, ring_consumer
 from vllm_tide.transport.shm import TransportError
 

@@ -23,13 +23,14 @@ from vllm_tide.transport.rendezvous import (
     EngineManifest,
     NotRunningError,
     default_run_dir,
+    is_spooled,
     prepare_run_dir,
     read_manifests,
     require_readable,
     state_dirs,
 )
 from vllm_tide.transport.ring import ring_consumer
-from vllm_tide.transport.shm import TransportError
+from vllm_tide.transport.shm import TransportError, sanitize_for_log
 
 MAX_SECONDS = 86400
 
@@ -147,12 +148,22 @@ def _why_no_trainer(run_dir: Path) -> str:
     if any(map(_starts_trainer, engines)):
         return (
             f"no trainer answers in {run_dir}: it may be starting, see its "
-            "trainer-*.log"
+            f"trainer-*.log{_last_line(run_dir)}"
         )
     return (
         f"no trainer answers in {run_dir}, and its server starts none (tide.preset, "
         "capture, swap, train.autostart): see `vllm-tide top`"
     )
+
+
+def _last_line(run_dir: Path) -> str:
+    """Return the last line of the newest trainer's log, which has a failure's cause."""
+    with contextlib.suppress(OSError):
+        newest = max(run_dir.glob("trainer-*.log"), key=os.path.getmtime, default=None)
+        lines = newest.read_text("utf-8", "replace").splitlines() if newest else []
+        if lines:
+            return f"; its last line: {sanitize_for_log(lines[-1])}"
+    return ""
 
 
 def _starts_trainer(engine: EngineManifest) -> bool:
@@ -296,11 +307,6 @@ def _silent_trainers(args: argparse.Namespace, run_dir: Path) -> list[str]:
         if reader is not None and not is_spooled(manifest):
             result.append(f"trainer {reader}")
     return result
-
-
-def is_spooled(manifest: EngineManifest) -> bool:
-    spool = manifest.tide.get("spool")
-    return isinstance(spool, dict) and bool(spool.get("url"))
 
 
 def _no_engine(run_dir: Path | None) -> bool:

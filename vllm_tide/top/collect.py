@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_tide.transport.rendezvous import inspect_manifests, is_live
+from vllm_tide.transport.rendezvous import inspect_manifests, is_live, is_spooled
 from vllm_tide.transport.ring import peek_ring
 from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.versions import number_of
@@ -185,6 +185,7 @@ def read_engines(run_dir: Path) -> list[Json]:
             "target": Path(str(manifest.target_path)).name,
             "draft": _draft_name(Path(str(manifest.draft_path))),
             "policy": _policy(manifest.tide),
+            "spool": is_spooled(manifest),
         }
         for name in ("installed_version", "refused_version"):
             if figures[name] is not None:

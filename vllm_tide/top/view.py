@@ -104,6 +104,8 @@ def body(picture: Json) -> RenderableType:
 
 def _unseen(picture: Json) -> str:
     """Describe a trainer without a status file."""
+    if any(engine["spool"] and engine["alive"] for engine in picture["engines"]):
+        return "at the other end of the spool (tide.spool.url)"
     rings = (*picture["engines"], *picture["servers"])
     if any(ring.get("ring_consumer_alive") for ring in rings):
         return "starting" if picture["engines"] else "in another directory (--run-dir)"

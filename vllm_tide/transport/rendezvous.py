@@ -366,6 +366,12 @@ def read_manifests(run_dir: Path) -> list[EngineManifest]:
     return sorted(manifests, key=lambda manifest: manifest.created_unix)
 
 
+def is_spooled(manifest: EngineManifest) -> bool:
+    """Return whether the trainer reads a spool, and the ring's reader is a relay."""
+    spool = manifest.tide.get("spool")
+    return isinstance(spool, dict) and bool(spool.get("url"))
+
+
 def state_dirs(run_dir: Path) -> list[str | None]:
     """Return the `tide.train.state_dir` of each live engine of a run directory.
 
