@@ -222,5 +222,5 @@ def test_the_commands_reach_a_running_trainer(engine, capsys):
     log = "started\nMemoryError: 3 GB\n"
     (engine.run_dir / "trainer-x.log").write_text(log, encoding="utf-8")
     assert main(["status", *where]) == 1
-    said = capsys.readouterr().err
-    assert "trainer-*.log; its last line: MemoryError: 3 GB\n" in said
+    errors = capsys.readouterr().err
+    assert "trainer-*.log; its last line: MemoryError: 3 GB\n" in errors

@@ -71,6 +71,13 @@ def test_an_unwritable_run_directory_ends_the_start(target, tmp_path):
     assert text.startswith(f"tide.run_dir: cannot use run directory {run_dir}: Not a d")
 
 
+def test_a_refused_start_leaves_no_run_directory(target, target_dir, tmp_path):
+    draft = toys.make_draft(tmp_path / "draft", target_dir, hidden_size=128)
+    config = {"model": str(draft), "num_speculative_tokens": 3}
+    refusal(config | {"tide": {"run_dir": str(tmp_path / "run")}}, target)
+    assert not (tmp_path / "run").exists()
+
+
 CASES = [
     (
         {"hidden_size": 128},

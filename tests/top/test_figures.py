@@ -86,6 +86,13 @@ def test_names_are_those_that_the_server_exports():
     assert figures["ring_consumer_alive"] is True
 
 
+def test_without_a_draft_pass_no_length_is_given():
+    """Drafts of passes before the window are few and accepted by chance."""
+    samples = history({}, {"draft_passes": 900})
+    assert server_figures(samples, URL)["acceptance_length"] is None
+    assert server_figures(history(), URL)["acceptance_length"] == 2
+
+
 DECIDED = {"canary": status()["canary"] | {"undecided": False}}
 SPEED = {"plain_step_seconds": 5.0, "step_seconds": 4.0}
 
@@ -121,7 +128,7 @@ def test_the_verdict_has_the_measurements():
     assert verdict({}, SPEED, DECIDED) == (
         True,
         "Helps: 1.91x -> 2.07x of plain decoding with the last swap (+8% +- 4%); 1.25x "
-        "of plain decoding, 2.00 tokens per verify step.",
+        "of plain decoding over 10 s, 2.00 tokens per verify step.",
     )
     assert verdict()[1].startswith("Unknown: no trainer of this model reports")
     compared = "the served draft has not been compared with its predecessor"
@@ -146,8 +153,8 @@ def test_the_memory_is_not_counted_as_drafting_that_is_off():
     helps, sentence = verdict(zero, memory | off | SPEED | {"draft_version": 0})
     assert helps is True
     assert sentence == (
-        "Helps: 1.25x of plain decoding, 1.50 in steps that the memory drafts; no "
-        "draft trained here is served."
+        "Helps: 1.25x of plain decoding over 10 s, 1.50 in steps that the memory "
+        "drafts; no draft trained here is served."
     )
     server = make_picture(history(zero, memory | off), "")["servers"][0]
     assert server["off_share"] == 0.0

@@ -163,6 +163,8 @@ def configuration(subject: Subject) -> Iterator[Finding]:
 @check("draft fit", configured=True)
 def fit(subject: Subject) -> Finding:
     """Check the configured draft against the target, as server and trainer do."""
+    from vllm_tide.draft.config import bin_files
+
     if subject.source is None:
         return skipped("No --config given, so the draft is unknown.")
     if subject.draft is None:
@@ -193,6 +195,8 @@ def fit(subject: Subject) -> Finding:
         return skipped(f"There is no draft at {subject.draft!r}.")
     if draft is None:
         return skipped(f"The draft {subject.draft!r} {elsewhere}")
+    if bin_files(draft):
+        return ok(f"{draft.name} is stored as .bin: vllm serve converts and checks it.")
     return _fit_of_checkpoint(subject, draft, shape, target)
 
 
@@ -240,7 +244,7 @@ def _fit_of_checkpoint(
     from vllm_tide.draft.checkpoint import check_tensors
     from vllm_tide.draft.config import DraftError
     from vllm_tide.draft.kind import canonical, draft_config
-    from vllm_tide.engine.arguments import check_draft
+    from vllm_tide.engine.draft_arguments import check_draft
 
     try:
         stored = stored_tensors(draft)

@@ -34,10 +34,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
-        hint = ""
-        if any(Path(directory).glob("*.bin")):
-            hint = " Convert its .bin file to safetensors first."
-        raise DraftError(f"{directory}: no .safetensors file.{hint}")
+        raise DraftError(f"{directory}: no .safetensors file.")
     out: dict[str, Tensor] = {}
     for path in files:
         with open_safetensors(path) as archive:

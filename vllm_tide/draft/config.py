@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 _ROPE_TYPES = ("default", "linear", "llama3")
+BIN = "pytorch_model*.bin"
 _MAX_SIZE = 1 << 24  # of any integer in a configuration
 
 
@@ -141,6 +142,13 @@ class DraftConfig:
     def computed_rows(self, rows: int, depth: int) -> int:
         """Return the rows of all layers in a training step of `rows` packed rows."""
         raise NotImplementedError
+
+
+def bin_files(folder: Path) -> list[Path]:
+    """Return the `.bin` files of a draft; none if it has safetensors."""
+    if any(folder.glob("*.safetensors")):
+        return []
+    return sorted(folder.glob(BIN))
 
 
 def regular_file(path: Path) -> Path:

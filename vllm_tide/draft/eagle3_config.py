@@ -22,6 +22,7 @@ LAYER = "midlayer"
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",  # the EAGLE authors' checkpoints
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )

@@ -238,10 +238,10 @@ def fresh_directory(
     return folder
 
 
-def default_cache() -> Path:
+def default_cache(kind: str = "fresh") -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
-    return root / "vllm_tide" / "fresh"
+    return root / "vllm_tide" / kind
 
 
 def _facts(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from vllm_tide.engine.adaptive_arguments import (
     switch_adaptive_on,
     table_of,
 )
+from vllm_tide.engine.draft_arguments import check_draft, converted_draft
 from vllm_tide.speculative import (
     FRESH,
     METHODS,
@@ -161,7 +162,11 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         use_fresh_draft(config, tide, target)
         model = config["model"]
     method, depth = config.get("method"), config.get("num_speculative_tokens")
-    config["method"] = check_draft(model, config.get("revision"), target, method, depth)
+    revision = config.get("revision")
+    config["method"] = check_draft(model, revision, target, method, depth)
+    if (converted := converted_draft(model, revision)) is not None:
+        config["model"] = converted
+        check_draft(converted, None, target, method, depth)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
     if tide.control.policy != "static" and not config.get(KNOB):
@@ -173,43 +178,21 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         config.setdefault("disable_eagle_block_drop", True)
 
 
-def check_draft(
-    model: str,
-    revision: str | None,
-    target: Any,
-    method: str | None = None,
-    depth: int | None = None,
-) -> str:
-    """Check the configuration and the tensor shapes of a draft against the target.
-
-    Args:
-        model: Directory or hub name of the draft.
-        method: vLLM's name of the kind; None: the draft's.
-        depth: num_speculative_tokens, if known.
-
-    Returns:
-        The draft's `method`.
-
-    Raises:
-        ConfigError: It does not fit the target, or its files cannot be used.
-    """
-    folder, draft = _read_draft(model, revision)
-    _check_fit(model, draft, target)
-    kind = _check_kind(model, draft, method, depth)
-    _check_sizes(model, folder, draft, target)
-    return kind
-
-
 def _check_run_dir(tide: TideConfig) -> None:
     """Check that the server can write its run directory; a full one is no error."""
     from vllm_tide.transport.rendezvous import default_run_dir, is_full, require_space
     from vllm_tide.transport.shm import TransportError
 
+    path = Path(tide.run_dir or default_run_dir())
+    existed = path.exists()
     try:
-        require_space(Path(tide.run_dir or default_run_dir()))
+        require_space(path)
     except TransportError as error:
         if not is_full(error):
             raise ConfigError(f"tide.run_dir: {error}.") from None
+    if not existed:  # a later mistake must leave nothing behind
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def check_engine_config(vllm_config: Any) -> None:
@@ -366,132 +349,6 @@ def _capture_every_length(vllm_config: Any) -> None:
     speculative.num_speculative_tokens_per_batch_size = table_of(
         speculative.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
     )
-
-
-def _read_draft(model: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a draft's directory and its config.json."""
-    from transformers.utils.hub import cached_file
-
-    from vllm_tide.draft.config import DraftError, read_config
-
-    folder = Path(os.path.expanduser(model))
-    try:
-        if not (folder / "config.json").is_file():
-            folder = Path(cached_file(model, "config.json", revision=revision)).parent
-        return folder, read_config(folder)
-    except DraftError as error:
-        raise ConfigError(f"model: {error}") from None
-    except (OSError, ValueError):
-        raise ConfigError(
-            f"model: no draft at {model!r}: neither a directory with config.json nor "
-            "a model on the hub or in its local cache."
-        ) from None
-
-
-def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:
-    layer = draft.get("transformer_layer_config")
-    text = layer if isinstance(layer, dict) else draft
-    hidden, vocab = target.get_hidden_size(), target.get_vocab_size()
-    layers = target.get_total_num_hidden_layers()
-    width = "target_hidden_size" if "target_hidden_size" in draft else "hidden_size"
-    tokens = f"the target's vocabulary has {vocab} tokens"
-    pruned = draft.get("draft_vocab_size") or vocab
-    for key, value, good, fact in (
-        (
-            width,
-            draft.get("target_hidden_size", text.get("hidden_size")),
-            [hidden],
-            f"the target's hidden size is {hidden}",
-        ),
-        ("vocab_size", text.get("vocab_size"), [vocab], tokens),
-        ("draft_vocab_size", pruned, range(1, vocab + 1), tokens),
-    ):
-        if not isinstance(value, int) or value not in good:
-            raise ConfigError(
-                f"model: draft {model!r} does not fit the target: its {key} is "
-                f"{value!r:.40}, but {fact}; use a draft trained for this target."
-            )
-    ids = draft.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
-        return
-    if not (
-        isinstance(ids, list)
-        and ids
-        and all(isinstance(i, int) and 0 <= i <= layers for i in ids)
-        and len(set(ids)) == len(ids)
-    ):
-        raise ConfigError(
-            f"model: eagle_aux_hidden_state_layer_ids of {model!r} is {ids!r:.80}, but "
-            f"the target has {layers} layers; the ids must be distinct and in "
-            f"0..{layers}."
-        )
-
-
-def _check_kind(
-    model: str, draft: dict[str, Any], method: str | None, depth: int | None
-) -> str:
-    """Return vLLM's `method` for a draft; compare it with the configured one."""
-    from vllm_tide.draft.kind import method_of
-
-    kind = method_of(draft)
-    if method is not None and method != kind:
-        raise ConfigError(
-            f"method: {method!r}, but the draft {model!r} is of the kind {kind!r}; set "
-            f"it to {kind!r}, or leave it out."
-        )
-    block = draft.get("block_size")
-    if type(block) is int and type(depth) is int and 2 <= block <= depth:
-        raise ConfigError(
-            f"num_speculative_tokens: {depth}, but the draft {model!r} was trained for "
-            f"blocks of {block} tokens, of which one is known; set at most {block - 1}."
-        )
-    return kind
-
-
-def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -> None:
-    """Compare the configured sizes with the headers of the tensors on this machine."""
-    from vllm_tide.draft.checkpoint import check_shapes, stored_shapes
-    from vllm_tide.draft.config import DraftError, UnsupportedDraft
-    from vllm_tide.draft.kind import canonical, draft_config, method_of
-
-    layers = {"num_hidden_layers": target.get_total_num_hidden_layers()}
-    try:
-        config = draft_config(draft, layers)
-        check_shapes(config, stored := canonical(stored_shapes(folder)))
-        missing = sorted(config.parameter_shapes().keys() - stored)
-        if stored and missing:  # without tensors they are in another format
-            raise DraftError(f"missing {missing[0]}.")
-    except UnsupportedDraft as error:
-        if method_of(draft) == METHODS[0]:
-            return  # vLLM may support it; the trainer reports why it does not
-        raise ConfigError(f"model: draft {model!r} cannot be used: {error}") from None
-    except DraftError as error:
-        raise ConfigError(
-            f"model: draft {model!r} cannot be used: {error} Use another draft, or "
-            "repair its files."
-        ) from None
-    if config.method != METHODS[0]:
-        _check_block_draft(model, folder, config, target)
-    if max(config.aux_layer_ids) > layers["num_hidden_layers"]:
-        raise ConfigError(
-            f"model: draft {model!r} reads layer {max(config.aux_layer_ids)}, but the "
-            f"target has {layers['num_hidden_layers']}; use a draft trained for it."
-        )
-
-
-def _check_block_draft(model: str, folder: Path, config: Any, target: Any) -> None:
-    """Check what vLLM does not check of a draft that drafts blocks."""
-    longest = getattr(target, "max_model_len", None)
-    if longest is not None and config.max_position_embeddings < longest:
-        raise ConfigError(
-            f"model: draft {model!r} has {config.max_position_embeddings} positions, "
-            f"and --max-model-len is {longest}; lower it, or use another draft."
-        )
-    if (folder / "mask_embedding.pt").exists():
-        raise ConfigError(
-            f"model: draft {model!r} has a mask_embedding.pt, which tide cannot train; "
-            "use another draft, or remove the tide section."
-        )
 
 
 def _sentences(error: BaseException) -> Iterator[str]:

@@ -46,15 +46,23 @@ def local_dir(model: str, revision: str | None = None) -> Path:
     return _directory(model, revision, local_files_only=True)
 
 
-def weights_dir(model: str, revision: str | None = None) -> Path:
+WEIGHTS = "*.safetensors"
+
+
+def weights_dir(
+    model: str, revision: str | None = None, pattern: str = WEIGHTS
+) -> Path:
     """Return `local_dir` after downloading the weights and JSON files if necessary.
+
+    Args:
+        pattern: Of the names of the weights' files.
 
     Raises:
         OSError: Neither the hub nor its local cache has the model.
         ValueError: The name is not a valid model name.
     """
     # vLLM loads the same files from the same cache later.
-    return _directory(model, revision, allow_patterns=["*.safetensors", "*.json"])
+    return _directory(model, revision, allow_patterns=[pattern, "*.json"])
 
 
 def draft_facts(worker: Any) -> DraftFacts:

@@ -161,7 +161,7 @@ class Report:
         line |= finite(facts)
         if self._tracing is not None:
             self._tracing.span(event, facts.get("seconds", 0.0), facts)
-        pairs = (f"{k}={sanitize_for_log(v)}" for k, v in line.items() if k != "unix")
+        pairs = (f"{k}={_readable(v)}" for k, v in line.items() if k != "unix")
         logger.info("%s", " ".join(pairs))
         try:
             if self._append((json.dumps(line) + "\n").encode()) > MAX_BYTES:
@@ -190,6 +190,13 @@ class Report:
     def _halve(self) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         write_private(self.path, "".join(lines[len(lines) // 2 :]))
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{sanitize_for_log(k)}: {_readable(v)}" for k, v in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    return f"{value:.4g}" if isinstance(value, float) else sanitize_for_log(value)
 
 
 class StatusCollector(Collector):

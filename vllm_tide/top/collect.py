@@ -25,7 +25,7 @@ from vllm_tide.transport.shm import MALFORMED
 from vllm_tide.transport.versions import number_of
 from vllm_tide.transport.weights import peek_weights
 
-WINDOW_S = 10.0
+WINDOW_S = 30.0
 """Rates are means over this time (s), or over one interval if that is longer."""
 
 SILENT_S = 10.0

@@ -88,7 +88,7 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     length, speed = _length(grown), _ratio(grown, *_PLAIN_OVER_MEASURED)
     proposals, accepted = (grown.value(name) or 0.0 for name in _MEMORY)
     off, share = _off(grown)
-    known = [f"{speed:.2f}x of plain decoding"] if speed else []
+    known = [f"{speed:.2f}x of plain decoding over {grown.t_s:.0f} s"] if speed else []
     known += [f"{length:.2f} tokens per verify step"] if length else []
     if share is not None and share >= _MOSTLY:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
@@ -225,7 +225,8 @@ def _ratio(page: Page, name: str, of: str) -> float | None:
 def _length(page: Page) -> float | None:
     """Return the acceptance length without the memory's drafts, which vLLM counts."""
     drafts, accepted = page.value(_DRAFTS), page.value(_ACCEPTED)
-    if not drafts or accepted is None:
+    # Without a draft pass, only drafts of earlier passes and of the memory are counted.
+    if not drafts or accepted is None or page.value(_DRAFT_PASSES) == 0:
         return None
     proposals, from_memory = (page.value(name) or 0.0 for name in _MEMORY)
     drafts -= proposals
