@@ -13,8 +13,9 @@ of an earlier work is used), `script` (policy of a steered engine, see `policy_o
 `garbage` (the memory proposes random tokens), `spoil` (changes of the draft's
 logits, see `spoilt`), `keep_memory` (its state of an earlier work stays), `curves`,
 `seed`, `seeds` (one of each request), `each` (more parameters of each request),
-`priority` (of each request), `answers` (whole answers are reported). For a work that
-vLLM refuses, `error` is vLLM's message.
+`priority` (of each request), `images` (seed of each request's picture, or null),
+`answers` (whole answers are reported). For a work that vLLM refuses, `error` is vLLM's
+message.
 """
 
 import json
@@ -68,6 +69,15 @@ def parameters(params: dict[str, Any], extra: Any, seed: Any) -> Any:
     if "logit_bias" in given:  # JSON's keys are texts
         given["logit_bias"] = {int(k): v for k, v in given["logit_bias"].items()}
     return SamplingParams(**given, extra_args=extra, seed=seed)
+
+
+def picture(seed: int) -> Any:
+    """Return a picture of random pixels."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), np.uint8)
+    return Image.fromarray(pixels)
 
 
 def answer(out: Any) -> list[dict[str, Any]]:
@@ -174,7 +184,10 @@ class Server:
                 strict=True,
             )
         ]
-        prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+        for prompt, seed in zip(prompts, work.get("images", ()), strict=False):
+            if seed is not None:
+                prompt["multi_modal_data"] = {"image": picture(seed)}
         for prompt, salt in zip(prompts, work.get("salts", ()), strict=False):
             if salt is not None:
                 prompt["cache_salt"] = salt
