@@ -32,7 +32,7 @@ LINES = {
     "memory": 292,
     "plan": 552,
     "sidecar": 855,
-    "top": 755,
+    "top": 764,
     "train": 4_396,
     "transport": 5_477,
 }

@@ -86,6 +86,18 @@ def test_names_are_those_that_the_server_exports():
     assert figures["ring_consumer_alive"] is True
 
 
+def test_rates_are_newer_than_the_verdict():
+    totals = (0, 1000, 1000, 1000)
+    samples = [
+        sample(t, page(t, generation_tokens=n))
+        for t, n in zip((0.0, 10.0, 20.0, 30.0), totals, strict=True)
+    ]
+    assert server_figures(samples, URL)["tokens_per_s"] == 0
+    assert server_figures(samples[:2], URL)["tokens_per_s"] == 100
+    far = [samples[0], sample(25.0, page(25.0, generation_tokens=1000))]
+    assert server_figures(far, URL)["tokens_per_s"] == 40
+
+
 def test_without_a_draft_pass_no_length_is_given():
     """Drafts of passes before the window are few and accepted by chance."""
     samples = history({}, {"draft_passes": 900})

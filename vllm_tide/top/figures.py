@@ -5,6 +5,7 @@ None means unknown or not exported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vllm_tide.top.collect import EMPTY, ENDED, Json, Page, Sample, named
@@ -18,6 +19,7 @@ _DRAFT_PASSES = "vllm_tide:draft_passes_total"
 _OFF = "vllm_tide:steps_without_drafts_total"
 _MOSTLY = 0.9
 _FEW_DRAFTS = 0.1  # of the memory's proposals
+_RATES_S = 10.0  # window of a server's figures; that of a verdict is longer
 _PLAIN_OVER_MEASURED = (
     "vllm_tide:plain_step_seconds_total",
     "vllm_tide:step_seconds_total",
@@ -122,7 +124,7 @@ def server_figures(history: Sequence[Sample], url: str) -> Json:
     of steps; `faults` and `refused_drafts` are totals. `memory_length` is tokens per
     step with a proposal of the memory.
     """
-    page, grown = _window(history, url)
+    page, grown = _window(history, url, _RATES_S)
     newest = history[-1].pages.get(url, "not read")
     steps = grown.value(_STEPS)
     proposals, from_memory = (grown.value(name) for name in _MEMORY)
@@ -189,10 +191,15 @@ def _verdict(name: str, helps: bool | None, text: str) -> Json:
     return {"name": name, "helps": helps, "sentence": f"{label}: {text}."}
 
 
-def _window(history: Sequence[Sample], url: str) -> tuple[Page, Page]:
+def _window(
+    history: Sequence[Sample], url: str, longest_s: float = math.inf
+) -> tuple[Page, Page]:
     """Return the newest page and its growth, both empty if unknown.
 
     A gap or a restart (a decreased total) begins a new window.
+
+    Args:
+        longest_s: Longest window, if it has an older page at all (s).
     """
     pages = [sample.pages.get(url) for sample in history]
     now = pages.pop()
@@ -201,6 +208,8 @@ def _window(history: Sequence[Sample], url: str) -> tuple[Page, Page]:
     oldest = now
     for page in reversed(pages):
         if not isinstance(page, Page) or oldest.restarted(page):
+            break
+        if oldest is not now and now.t_s - page.t_s > longest_s:
             break
         oldest = page
     return now, EMPTY if oldest is now else now.since(oldest)
