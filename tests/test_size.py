@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_241,
     "capture": 1_197,
-    "cli": 1_632,
+    "cli": 1_634,
     "control": 2_020,
     "dashboards": 69,
     "deploy": 2_475,
@@ -31,8 +31,8 @@ LINES = {
     "kernels": 1_490,
     "memory": 292,
     "plan": 552,
-    "sidecar": 855,
-    "top": 764,
+    "sidecar": 856,
+    "top": 771,
     "train": 4_396,
     "transport": 5_477,
 }

@@ -194,6 +194,16 @@ def test_an_invalid_or_failed_order_gives_the_reason(engine):
     sidecar.feeds.close()
 
 
+def test_during_a_cycle_a_paused_trainer_is_not_called_training(engine):
+    sidecar = attach(engine)
+    sidecar.status.state = "training"
+    assert order(sidecar, "pause")["paused"]
+    assert order(sidecar, "status")["status"]["state"] == "paused"
+    order(sidecar, "resume")
+    assert order(sidecar, "status")["status"]["state"] == "waiting"
+    sidecar.feeds.close()
+
+
 def test_the_commands_reach_a_running_trainer(engine, capsys):
     sidecar = attach(engine)
     loop = threading.Thread(target=sidecar.run)

@@ -158,6 +158,17 @@ def test_a_speed_below_plain_decoding_does_not_help():
     assert verdict(initial, initial)[0] is None  # no speed is measured, as in `observe`
 
 
+def test_a_short_window_decides_nothing():
+    snapshots = [trainer_figures("e1", status(**DECIDED), 1.0)]
+    samples = [replace(s, trainers=snapshots) for s in history({}, SPEED)]
+    page_now = samples[1].pages[URL]
+    samples[0] = replace(samples[0], pages={URL: replace(samples[0].pages[URL], t_s=8)})
+    (one,) = make_picture(samples, "")["helping"]
+    assert page_now.t_s == 10
+    assert one["helps"] is None
+    assert one["sentence"].startswith("Unknown: measured for 2 s only; 1.91x -> 2.07x")
+
+
 def test_the_memory_is_not_counted_as_drafting_that_is_off():
     memory = {"memory_proposals": 400, "memory_accepted_tokens": 200}
     off = {"steps_without_drafts": {"no_gain": 90, "slo": 10, "memory": 500}}

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
     text = "server with /metrics to read, like http://localhost:8000; repeatable"
     add("--url", action="append", type=_address, default=[], help=text)
-    text = "seconds between two samples"
-    add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
+    text = "seconds between two samples; default: 2, with --once 10"
+    add("--interval", type=_seconds, metavar="SECONDS", help=text)
     text = "sample twice, an interval apart, print one plain screen and exit"
     add("--once", action="store_true", help=text)
     add("--json", action="store_true", help="print JSON, one object per line")
@@ -45,14 +45,15 @@ def run(args: argparse.Namespace) -> int:
         require_readable(run_dir)
     except TransportError as error:
         return fail(error)
+    interval = args.interval or (10.0 if args.once else 2.0)
     sampler = Sampler(run_dir, args.url)
     with contextlib.suppress(KeyboardInterrupt):
         capable = os.environ.get("TERM", "dumb") != "dumb" and sys.stdout.isatty()
         if capable and not (args.once or args.json):
-            watch(sampler, args.interval)
+            watch(sampler, interval)
         sampler.take()
         while True:
-            time.sleep(args.interval)
+            time.sleep(interval)
             sampler.take()
             picture = make_picture(sampler.history, str(sampler.run_dir))
             text = json.dumps(picture) if args.json else plain(picture)

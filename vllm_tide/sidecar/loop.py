@@ -280,6 +280,7 @@ class Sidecar:
         return {"ok": True, "paused": on, "was_paused": was, **note}
 
     def _pause_changed(self) -> None:
+        self.status.state = "paused" if self._pause.on else "waiting"
         self.report.add("paused" if self._pause.on else "resumed", reason="ordered")
         self._set_collect()
 

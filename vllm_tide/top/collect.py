@@ -26,7 +26,7 @@ from vllm_tide.transport.versions import number_of
 from vllm_tide.transport.weights import peek_weights
 
 WINDOW_S = 30.0
-"""Rates are means over this time (s), or over one interval if that is longer."""
+"""Samples of this time (s) are kept, at least two."""
 
 SILENT_S = 10.0
 """Age (s) at which a status is silent; trainers write every second, or per step."""

@@ -20,6 +20,7 @@ _OFF = "vllm_tide:steps_without_drafts_total"
 _MOSTLY = 0.9
 _FEW_DRAFTS = 0.1  # of the memory's proposals
 _RATES_S = 10.0  # window of a server's figures; that of a verdict is longer
+_DECIDES_S = 8.0  # shortest window of a verdict: the speed of a few steps varies
 _PLAIN_OVER_MEASURED = (
     "vllm_tide:plain_step_seconds_total",
     "vllm_tide:step_seconds_total",
@@ -96,7 +97,7 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         why = ", ".join(f"{name} {count:.0f}" for name, count in off.items() if count)
         if not proposals:
             text = f"drafting is off in {share:.0%} of steps ({why})"
-            return _verdict(url, False, text)
+            return _decided(url, False, text, grown)
         text = (
             f"now the draft is off in {share:.0%} of steps ({why}); the memory drafts, "
             f"{1 + accepted / proposals:.2f} tokens in its steps"
@@ -110,10 +111,10 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     faster, figures = speed is not None and speed > 1.0, ", ".join(known)
     if not version:
         text = f"{figures}; no draft trained here is served"
-        return _verdict(url, None if speed is None else faster, text)
+        return _decided(url, None if speed is None else faster, text, grown)
     helps, comparison = _last_swap(trainer)
     helps = helps and (faster or speed is None)
-    return _verdict(url, helps, f"{comparison}; {figures}")
+    return _decided(url, helps, f"{comparison}; {figures}", grown)
 
 
 def server_figures(history: Sequence[Sample], url: str) -> Json:
@@ -184,6 +185,12 @@ def _last_swap(trainer: Json | None) -> tuple[bool | None, str]:
     if trainer["canary_undecided"] or abs(change) <= error:
         return None, f"undecided, {text}"
     return change > 0, text
+
+
+def _decided(url: str, helps: bool | None, text: str, grown: Page) -> Json:
+    if helps is not None and grown.t_s < _DECIDES_S:
+        helps, text = None, f"measured for {grown.t_s:.0f} s only; {text}"
+    return _verdict(url, helps, text)
 
 
 def _verdict(name: str, helps: bool | None, text: str) -> Json:
