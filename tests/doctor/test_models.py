@@ -53,6 +53,29 @@ def test_files_that_are_no_whole_draft_fail(tmp_path, target):
         assert "is not a complete safetensors file" in finding.sentence
 
 
+def test_a_draft_stored_as_bin_is_checked_like_any(tmp_path, target):
+    import torch
+
+    draft, path = write_draft(tmp_path / "d"), tmp_path / "d" / "pytorch_model.bin"
+    size = draft_bytes(make_subject(tmp_path, draft=draft, model=target))
+    (draft / "model.safetensors").unlink()
+    tensors = {name: torch.from_numpy(a) for name, a in draft_tensors().items()}
+    torch.save(tensors, path)
+    finding = fit_of(tmp_path, draft=draft, model=target)
+    assert (finding.status, size) == (
+        Status.OK,
+        draft_bytes(make_subject(tmp_path, draft=draft, model=target)),
+    )
+    del tensors["norm.weight"]
+    torch.save(tensors, path)
+    finding = fit_of(tmp_path, draft=draft, model=target)
+    assert "missing norm.weight" in finding.sentence
+    path.write_bytes(path.read_bytes()[:5000])
+    finding = fit_of(tmp_path, draft=draft, model=target)
+    assert finding.status is Status.FAILED
+    assert "pytorch_model.bin is missing, damaged, or no" in finding.sentence
+
+
 def test_missing_models_are_skipped(tmp_path, target):
     draft = write_draft(tmp_path / "d")
     for named in (

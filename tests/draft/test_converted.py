@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,20 +75,54 @@ class Attack:
         return os.system, ("touch attacked",)
 
 
+NO_TENSORS = "is missing, damaged, or no file of tensors"
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"PK\3\4 cut", {"a": Attack()}, [1], {"a": 1}]
+    ("content", "message"),
+    [
+        (b"", NO_TENSORS),
+        (b"PK\3\4 cut", NO_TENSORS),
+        ({"a": Attack()}, NO_TENSORS),
+        ([1], "its content is no dense tensor"),
+        ({"state_dict": {}}, "state_dict is no dense tensor"),
+        ({"a": torch.eye(2).to_sparse()}, "a is no dense tensor"),
+        (None, NO_TENSORS),
+    ],
 )
-def test_a_damaged_or_hostile_file_is_refused(content, draft, tmp_path, monkeypatch):
+def test_a_damaged_or_hostile_file_is_refused(
+    content, message, draft, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     as_bin(draft)
     path = draft / "pytorch_model-0.bin"
-    if isinstance(content, bytes):
+    if content is None:
+        path.unlink()
+        path.symlink_to("nowhere")
+    elif isinstance(content, bytes):
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    with pytest.raises(DraftError, match=r"pytorch_model-0.bin cannot be read"):
+    with pytest.raises(DraftError, match=f"pytorch_model-0.bin:? {message}"):
         converted_directory(draft, tmp_path / "cache")
     assert not (tmp_path / "attacked").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "no configuration"])
+def test_a_damaged_copy_is_written_again(damage, draft, tmp_path):
+    tensors = as_bin(draft)
+    out = converted_directory(draft, tmp_path / "cache")
+    path = out / "model.safetensors"
+    if damage == "cut":
+        os.truncate(path, 5000)
+    elif damage == "removed":
+        path.unlink()
+    else:
+        (out / "config.json").unlink()
+    assert converted_directory(draft, tmp_path / "cache") == out
+    assert load_file(path).keys() == tensors.keys()
+    assert (out / "config.json").exists()
 
 
 def test_an_unwritable_cache_is_named(draft, tmp_path):
@@ -130,12 +165,28 @@ def test_a_server_uses_the_conversion(draft, model_config, monkeypatch, tmp_path
 
 
 @pytest.mark.vllm
-def test_shapes_of_a_conversion_are_checked(draft, model_config, monkeypatch, tmp_path):
+def test_an_error_names_the_operators_draft(draft, model_config, monkeypatch, tmp_path):
     from vllm_tide.config import ConfigError
 
     as_bin(draft, intermediate_size=129)
-    with pytest.raises(ConfigError, match="the config requires"):
+    with pytest.raises(ConfigError, match=f"{draft}' cannot.*the config requires"):
         checked(draft, model_config, monkeypatch, tmp_path)
+    as_bin(toys.make_draft(draft, Path(model_config.model)), files=3)
+    (draft / "pytorch_model-1.bin").unlink()
+    with pytest.raises(ConfigError, match=f"{draft}' cannot be used: missing"):
+        checked(draft, model_config, monkeypatch, tmp_path)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.vllm
+def test_a_directory_without_configuration_is_no_draft(
+    model_config, monkeypatch, tmp_path
+):
+    from vllm_tide.config import ConfigError
+
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a directory with config.json nor"):
+        checked(tmp_path / "empty", model_config, monkeypatch, tmp_path)
 
 
 @pytest.mark.vllm

@@ -158,6 +158,20 @@ def test_a_speed_below_plain_decoding_does_not_help():
     assert verdict(initial, initial)[0] is None  # no speed is measured, as in `observe`
 
 
+def test_a_server_that_stands_still_is_named():
+    still = {"generation_tokens": 1000}
+    assert verdict({}, still)[1] == (
+        "Unknown: no token in 10 s, while 4 requests run: the server is very busy or "
+        "hangs."
+    )
+    idle = {"generation_tokens": 1000, "num_requests_running": 0, "drafts": 400}
+    assert verdict(idle, idle)[1] == "Unknown: nothing drafted recently."
+    assert (
+        verdict(idle | {"drafts": 0}, idle | {"drafts": 0})[1]
+        == "Unknown: nothing drafted yet."
+    )
+
+
 def test_a_short_window_decides_nothing():
     snapshots = [trainer_figures("e1", status(**DECIDED), 1.0)]
     samples = [replace(s, trainers=snapshots) for s in history({}, SPEED)]

@@ -52,11 +52,13 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read dtype ("BF16") and shape of each tensor of a directory."""
     from safetensors import SafetensorError, safe_open
 
-    from vllm_tide.draft.config import DraftError, regular_file
+    from vllm_tide.draft.config import DraftError, bin_files, regular_file
 
+    if bins := bin_files(directory):
+        return _tensors_of_bin(bins)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{directory} has no .safetensors file.")
+        raise ConfigError(f"model: {directory} has no .safetensors file.")
     tensors = {}
     for path in files:
         try:
@@ -67,6 +69,23 @@ def stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         except (DraftError, OSError, SafetensorError) as error:
             text = f"{path} is not a complete safetensors file ({error})."
             raise ConfigError(text) from None
+    return tensors
+
+
+def _tensors_of_bin(files: list[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Read what `stored_tensors` returns of a draft that vllm serve will convert."""
+    from vllm_tide.draft.checkpoint import read_bin
+    from vllm_tide.draft.config import DraftError
+
+    names = {torch_name: name for name, torch_name in _DTYPES.items()}
+    tensors = {}
+    for path in files:
+        try:
+            for name, tensor in read_bin(path).items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                tensors[name] = names.get(dtype, "F64"), tuple(tensor.shape)
+        except DraftError as error:
+            raise ConfigError(f"model: {error}") from None
     return tensors
 
 
@@ -163,8 +182,6 @@ def configuration(subject: Subject) -> Iterator[Finding]:
 @check("draft fit", configured=True)
 def fit(subject: Subject) -> Finding:
     """Check the configured draft against the target, as server and trainer do."""
-    from vllm_tide.draft.config import bin_files
-
     if subject.source is None:
         return skipped("No --config given, so the draft is unknown.")
     if subject.draft is None:
@@ -195,8 +212,6 @@ def fit(subject: Subject) -> Finding:
         return skipped(f"There is no draft at {subject.draft!r}.")
     if draft is None:
         return skipped(f"The draft {subject.draft!r} {elsewhere}")
-    if bin_files(draft):
-        return ok(f"{draft.name} is stored as .bin: vllm serve converts and checks it.")
     return _fit_of_checkpoint(subject, draft, shape, target)
 
 

@@ -15,7 +15,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_tide.draft.config import DraftConfig, DraftError, read_config
+from vllm_tide.draft.config import (
+    DraftConfig,
+    DraftError,
+    bin_files,
+    read_config,
+    regular_file,
+)
 from vllm_tide.draft.kind import KINDS, canonical, draft_config
 from vllm_tide.draft.module import Draft
 from vllm_tide.draft.target import TargetRows, open_safetensors
@@ -43,13 +49,39 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     return out
 
 
+def read_bin(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file of `torch.save` into memory; it cannot run code.
+
+    Raises:
+        DraftError: It is not a regular file, is damaged, or has other contents.
+    """
+    try:
+        stored = torch.load(
+            regular_file(path), map_location="cpu", weights_only=True, mmap=True
+        )
+    except DraftError:
+        raise
+    except Exception as error:  # noqa: BLE001 - any bytes
+        raise DraftError(
+            f"{path.name} is missing, damaged, or no file of tensors "
+            f"({type(error).__name__})."
+        ) from None
+    entries = stored.items() if isinstance(stored, dict) else [("its content", stored)]
+    for name, value in entries:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise DraftError(f"{path.name}: {name!s:.60} is no dense tensor.")
+    return {str(name): tensor.detach() for name, tensor in entries}
+
+
 def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of a directory's tensors from the file headers.
+    """Read the shapes of a directory's tensors, which are not loaded.
 
     Raises:
         DraftError: A file cannot be read.
     """
     out: dict[str, tuple[int, ...]] = {}
+    for path in bin_files(Path(directory)):
+        out |= {name: tuple(tensor.shape) for name, tensor in read_bin(path).items()}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with open_safetensors(path) as archive:
             for name in archive.keys():  # noqa: SIM118 - not a mapping

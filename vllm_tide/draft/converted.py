@@ -11,11 +11,10 @@ import hashlib
 import json
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from vllm_tide.draft.checkpoint import write_checkpoint
-from vllm_tide.draft.config import DraftError, bin_files, read_config, regular_file
+from vllm_tide.draft.checkpoint import read_bin, stored_shapes, write_checkpoint
+from vllm_tide.draft.config import DraftError, bin_files, read_config
 from vllm_tide.draft.fresh import default_cache
 
 
@@ -31,37 +30,31 @@ def converted_directory(folder: Path, cache: Path | None = None) -> Path:
     Raises:
         DraftError: A file is damaged, or the cache cannot be written.
     """
-    root, files = cache or default_cache("converted"), bin_files(folder)
-    config = read_config(folder)
+    root, config = cache or default_cache("converted"), read_config(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in (files := bin_files(folder)):
+        tensors |= read_bin(path)
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    facts = [config, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    out = root / digest[:32] / folder.resolve().name
+    if _usable(out, {name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+        return out
     try:
-        stats = [(str(path.resolve()), path.stat()) for path in files]
-        facts = [config, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
-        text = json.dumps(facts, sort_keys=True).encode()
-        out = root / hashlib.sha256(text).hexdigest()[:32] / folder.resolve().name
-        if (out / "config.json").exists():  # written last
-            return out
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
-        for path in files:
-            tensors |= _read(path)
-        write_checkpoint(out, config, tensors)
+        # Copies: tensors may share memory, which safetensors refuses.
+        write_checkpoint(out, config, {name: t.clone() for name, t in tensors.items()})
     except OSError as error:
         raise DraftError(
             f"its copy in {str(root)!r} cannot be written ({error.strerror}); set "
-            "XDG_CACHE_HOME to a writable directory."
+            "XDG_CACHE_HOME to a writable directory with enough space."
         ) from None
     return out
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file of `torch.save`; it cannot run code."""
-    regular_file(path)
+def _usable(folder: Path, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether a directory has a configuration and tensors of these shapes."""
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        # Copies: tensors may share memory, which safetensors refuses.
-        return {str(name): tensor.detach().clone() for name, tensor in stored.items()}
-    except Exception as error:  # noqa: BLE001 - any bytes
-        raise DraftError(
-            f"{path.name} cannot be read ({type(error).__name__}); convert it to "
-            "safetensors."
-        ) from None
+        return (folder / "config.json").exists() and stored_shapes(folder) == shapes
+    except DraftError:  # a damaged copy
+        return False

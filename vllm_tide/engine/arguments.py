@@ -27,7 +27,7 @@ from vllm_tide.engine.adaptive_arguments import (
     switch_adaptive_on,
     table_of,
 )
-from vllm_tide.engine.draft_arguments import check_draft, converted_draft
+from vllm_tide.engine.draft_arguments import use_draft
 from vllm_tide.speculative import (
     FRESH,
     METHODS,
@@ -160,13 +160,7 @@ def check_speculative_config(config: dict[str, Any], target: Any) -> None:
         raise ConfigError(f"model: {MODEL_MISSING}")
     if model == FRESH:
         use_fresh_draft(config, tide, target)
-        model = config["model"]
-    method, depth = config.get("method"), config.get("num_speculative_tokens")
-    revision = config.get("revision")
-    config["method"] = check_draft(model, revision, target, method, depth)
-    if (converted := converted_draft(model, revision)) is not None:
-        config["model"] = converted
-        check_draft(converted, None, target, method, depth)
+    use_draft(config, target)
     config["tide"] = settle(config)
     tide = parse_tide(config["tide"])
     if tide.control.policy != "static" and not config.get(KNOB):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -13,13 +14,39 @@ from vllm_tide.speculative import FRESH, METHODS
 logger = logging.getLogger("vllm.tide")
 
 
+def use_draft(config: dict[str, Any], target: Any) -> None:
+    """Check a draft and configure it.
+
+    Args:
+        config: Arguments of `SpeculativeConfig`. Sets `method`, and `model` to a copy
+            in safetensors if the draft is stored as `.bin`.
+
+    Raises:
+        ConfigError: As `check_draft`, or the copy cannot be written.
+    """
+    from vllm_tide.draft.config import DraftError, bin_files
+    from vllm_tide.draft.converted import converted_directory
+
+    model, revision = config["model"], config.get("revision")
+    given = config.get("method"), config.get("num_speculative_tokens")
+    config["method"], folder = check_draft(model, revision, target, *given)
+    if not bin_files(folder):
+        return
+    try:
+        config["model"] = str(converted_directory(folder))
+    except DraftError as error:
+        raise ConfigError(f"model: draft {model!r} cannot be used: {error}") from None
+    message = "vllm_tide: the draft %s is stored as .bin; serving its copy in %s"
+    logger.info(message, model, config["model"])
+
+
 def check_draft(
     model: str,
     revision: str | None,
     target: Any,
     method: str | None = None,
     depth: int | None = None,
-) -> str:
+) -> tuple[str, Path]:
     """Check the configuration and the tensor shapes of a draft against the target.
 
     Args:
@@ -28,61 +55,49 @@ def check_draft(
         depth: num_speculative_tokens, if known.
 
     Returns:
-        The draft's `method`.
+        The draft's `method` and its directory.
 
     Raises:
         ConfigError: It does not fit the target, or its files cannot be used.
     """
-    folder, draft = _read_draft(model, revision)
+    from vllm_tide.draft.config import DraftError, read_config
+
+    folder = _find(model, revision)
+    try:
+        draft = read_config(folder)
+    except DraftError as error:
+        raise ConfigError(f"model: {error}") from None
     _check_fit(model, draft, target)
     kind = _check_kind(model, draft, method, depth)
     _check_sizes(model, folder, draft, target)
-    return kind
+    return kind, folder
 
 
-def _read_draft(model: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a draft's directory and its config.json."""
+def _find(model: str, revision: str | None) -> Path:
+    """Return a draft's directory, with its weights if the hub has them."""
     from transformers.utils.hub import cached_file
 
-    from vllm_tide.draft.config import DraftError, read_config
+    from vllm_tide.draft.config import BIN
+    from vllm_tide.engine.facts import WEIGHTS, weights_dir
 
     folder = Path(os.path.expanduser(model))
+    if (folder / "config.json").is_file():
+        return folder
     try:
-        if not (folder / "config.json").is_file():
-            folder = Path(cached_file(model, "config.json", revision=revision)).parent
-        return folder, read_config(folder)
-    except DraftError as error:
-        raise ConfigError(f"model: {error}") from None
+        if folder.is_dir():
+            raise FileNotFoundError
+        folder = Path(cached_file(model, "config.json", revision=revision)).parent
     except (OSError, ValueError):
         raise ConfigError(
             f"model: no draft at {model!r}: neither a directory with config.json nor "
             "a model on the hub or in its local cache."
         ) from None
-
-
-def converted_draft(model: str, revision: str | None) -> str | None:
-    """Return the directory of a converted copy of a draft that is stored as `.bin`."""
-    from vllm_tide.draft.config import BIN, DraftError, bin_files
-    from vllm_tide.draft.converted import converted_directory
-    from vllm_tide.engine.facts import WEIGHTS, weights_dir
-
-    folder = Path(os.path.expanduser(model))
-    try:
-        if not folder.is_dir():
-            folder = weights_dir(model, revision)
-            if not any(folder.glob(WEIGHTS)):
-                folder = weights_dir(model, revision, BIN)
-    except (OSError, ValueError):  # vLLM gives the cause
-        return None
-    if not bin_files(folder):
-        return None
-    try:
-        converted = converted_directory(folder)
-    except DraftError as error:
-        raise ConfigError(f"model: draft {model!r} cannot be used: {error}") from None
-    message = "vllm_tide: the draft %s is stored as .bin; serving its copy in %s"
-    logger.info(message, model, converted)
-    return str(converted)
+    # vLLM gives the cause if they cannot be downloaded.
+    with contextlib.suppress(OSError, ValueError):
+        folder = weights_dir(model, revision)
+        if not any(folder.glob(WEIGHTS)):
+            folder = weights_dir(model, revision, BIN)
+    return folder
 
 
 def _check_fit(model: str, draft: dict[str, Any], target: Any) -> None:

@@ -105,8 +105,12 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         return _verdict(url, None, text)
     if proposals:
         known += [f"{1 + accepted / proposals:.2f} in steps that the memory drafts"]
+    running = page.value("vllm:num_requests_running")
+    if running and grown.value("vllm:generation_tokens_total") == 0:
+        text = f"no token in {grown.t_s:.0f} s, while {running:.0f} requests run"
+        return _verdict(url, None, f"{text}: the server is very busy or hangs")
     if not known:
-        when = "yet" if _length(page) is None else "recently"
+        when = "recently" if page.value(_DRAFTS) else "yet"
         return _verdict(url, None, f"nothing drafted {when}")
     faster, figures = speed is not None and speed > 1.0, ", ".join(known)
     if not version:
