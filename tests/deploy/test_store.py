@@ -8,12 +8,15 @@ import stat
 import pytest
 import torch
 
+from tests import toys
 from vllm_tide.deploy.store import (
     DraftRefused,
     DraftStore,
+    fingerprint_of,
     store_fingerprint,
 )
 from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.fresh import MARK
 from vllm_tide.transport.draft_weights import DraftWeights
 
 OURS = store_fingerprint("target-a", {"hidden_size": 8})
@@ -155,13 +158,30 @@ def test_a_bad_draft_can_be_dropped(tmp_path):
     assert len(list(ours.directory.iterdir())) == 1
 
 
-def test_fingerprint_depends_on_target_and_shape_only():
+def test_fingerprint_depends_on_target_shape_and_initial_weights():
     base = store_fingerprint("a", {"hidden_size": 8, "transformers_version": "1"})
     assert base == store_fingerprint(
         "a", {"transformers_version": "2", "hidden_size": 8}
     )
     assert base != store_fingerprint("b", {"hidden_size": 8})
+    assert base != store_fingerprint("a", {"hidden_size": 8}, "weights")
     assert base != store_fingerprint("a", {"hidden_size": 16})
+
+
+def test_another_initial_draft_has_its_own_stored_drafts(tmp_path):
+    target = toys.make_target(tmp_path / "target")
+    first, same, other = (
+        fingerprint_of(target, toys.make_draft(tmp_path / name, target, seed))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first == same != other
+    fresh = (
+        fingerprint_of(
+            target, toys.make_draft(tmp_path / name, target, seed, **{MARK: {}})
+        )
+        for name, seed in (("d", 1), ("e", 2))
+    )
+    assert len(set(fresh)) == 1
 
 
 def test_an_unusable_directory_names_the_knob(tmp_path):

@@ -254,12 +254,11 @@ def test_a_failed_export_gives_one_line(engine, tmp_path, capsys):
 def test_a_stored_draft_is_exported_without_an_engine(engine, tmp_path, capsys):
     from safetensors.torch import load_file
 
-    from vllm_tide.deploy.store import DraftStore, store_fingerprint
-    from vllm_tide.draft.target import rows_fingerprint
+    from vllm_tide.deploy.store import DraftStore, fingerprint_of
 
     draft_dir = engine.manifest.draft_path
-    print_ = store_fingerprint(rows_fingerprint(engine.target), read_config(draft_dir))
-    store = DraftStore(tmp_path / "heads", print_)
+    fingerprint = fingerprint_of(engine.target, draft_dir)
+    store = DraftStore(tmp_path / "heads", fingerprint)
     with torch.no_grad():
         engine.draft.tensor("fc.weight").add_(1)
     tensors = export_tensors(engine.draft, torch.float32)

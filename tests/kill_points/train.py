@@ -19,13 +19,12 @@ from tests.train.toys import HIDDEN, LLAMA, ToyTarget
 from tests.transport.samples import make_manifest
 from vllm_tide.config import FreshConfig, TrainConfig
 from vllm_tide.deploy.rollback import roll_back
-from vllm_tide.deploy.store import DraftStore, store_fingerprint
+from vllm_tide.deploy.store import DraftStore, fingerprint_of
 from vllm_tide.draft import export
 from vllm_tide.draft.checkpoint import read_tensors, save_draft
 from vllm_tide.draft.config import read_config
 from vllm_tide.draft.fresh import fresh_directory
 from vllm_tide.draft.kind import canonical
-from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.train import checkpoint
 from vllm_tide.train.checkpoint import TrainState
@@ -212,8 +211,7 @@ class RolledBack(Models):
         return {n: t + version for n, t in given.items() if n != "t2d"}
 
     def _store(self) -> DraftStore:
-        config = read_config(self.draft)
-        fingerprint = store_fingerprint(rows_fingerprint(self.target), config)
+        fingerprint = fingerprint_of(self.target, self.draft)
         return DraftStore(self.folder / "heads", fingerprint)
 
     def _live(self) -> Mapping[str, Tensor]:

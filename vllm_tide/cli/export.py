@@ -12,12 +12,11 @@ from pathlib import Path
 
 from vllm_tide.cli import add_output, add_run_dir, emit, fail
 from vllm_tide.config import ConfigError
-from vllm_tide.deploy.store import DraftStore, store_fingerprint
+from vllm_tide.deploy.store import DraftStore, fingerprint_of
 from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.export import ExportedDraft, from_directory, write_export
 from vllm_tide.draft.kind import draft_config
 from vllm_tide.draft.speculators import Verifier, read_verifier
-from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.transport.rendezvous import (
     EngineManifest,
@@ -159,7 +158,7 @@ def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDr
     if not folder.is_dir():  # a store would create it
         raise DraftError(f"--state-dir: no directory {str(folder)!r}.")
     raw = read_config(draft_dir)
-    store = DraftStore(folder, store_fingerprint(rows_fingerprint(target_dir), raw))
+    store = DraftStore(folder, fingerprint_of(target_dir, draft_dir))
     draft = store.newest()
     if draft is None:
         why = f" ({store.refused[-1]})" if store.refused else ""

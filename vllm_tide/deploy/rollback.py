@@ -14,13 +14,12 @@ from torch import Tensor
 from vllm_tide.deploy.store import (
     DraftStore,
     DraftUnreadable,
+    fingerprint_of,
     has_weights,
-    store_fingerprint,
 )
 from vllm_tide.draft.checkpoint import read_tensors
-from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.config import DraftError
 from vllm_tide.draft.kind import canonical
-from vllm_tide.draft.target import rows_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
 from vllm_tide.transport.rendezvous import EngineManifest
@@ -81,12 +80,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
         given = _trained_tensors(manifest.draft_path, manifest.shared)
         to, master, before = 0, canonical(given), None
         names = canonical({name: name for name in given})
-        store = DraftStore(
-            folder,
-            store_fingerprint(
-                rows_fingerprint(manifest.target_path), read_config(manifest.draft_path)
-            ),
-        )
+        fingerprint = fingerprint_of(manifest.target_path, manifest.draft_path)
+        store = DraftStore(folder, fingerprint)
         try:
             for stored in store.drafts(strict=True):
                 if not has_weights(stored.master, live):

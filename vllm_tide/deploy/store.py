@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_tide.draft.config import DraftError
+from vllm_tide.draft.config import DraftError, read_config
+from vllm_tide.draft.fresh import MARK
 from vllm_tide.draft.kind import canonical
+from vllm_tide.draft.target import rows_fingerprint, weights_fingerprint
 from vllm_tide.draft.tensor_bytes import from_bytes, to_bytes
 from vllm_tide.metrics import finite
 from vllm_tide.transport.draft_weights import DraftWeights, WeightsRefused
@@ -87,10 +89,26 @@ def has_weights(master: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> boo
     )
 
 
-def store_fingerprint(target: str, draft_config: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of target (`rows_fingerprint`) and draft config (hex)."""
+def fingerprint_of(target_dir: str | Path, draft_dir: str | Path) -> str:
+    """Return the fingerprint of drafts that are trained from the draft of a directory.
+
+    Another initial draft has other stored drafts, also with the same configuration. The
+    weights of a fresh draft do not count: they are random, and machines may differ.
+
+    Raises:
+        DraftError: A directory cannot be read.
+    """
+    config = read_config(draft_dir)
+    weights = "" if MARK in config else weights_fingerprint(draft_dir)
+    return store_fingerprint(rows_fingerprint(target_dir), config, weights)
+
+
+def store_fingerprint(
+    target: str, draft_config: Mapping[str, Any], weights: str = ""
+) -> str:
+    """Return the SHA-256 (hex) of target, draft config and initial weights."""
     stable = {k: v for k, v in draft_config.items() if k not in _VOLATILE}
-    text = json.dumps([target, stable], sort_keys=True, default=str)
+    text = json.dumps([target, stable, weights], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 

@@ -115,8 +115,23 @@ def rows_fingerprint(directory: str | Path) -> str:
     digest = hashlib.sha256(
         json.dumps(read_config(folder), sort_keys=True).encode("utf-8")
     )
-    where = _locate(folder)
-    for suffix in (_EMBED, _HEAD):
+    _sample(digest, _locate(folder), _EMBED, _HEAD)
+    return digest.hexdigest()
+
+
+def weights_fingerprint(directory: str | Path) -> str:
+    """Return the SHA-256 (hexadecimal) of sampled rows of a draft's `fc.weight`.
+
+    Raises:
+        DraftError: The file is absent or unreadable.
+    """
+    digest = hashlib.sha256()
+    _sample(digest, _locate(Path(directory)), "fc.weight")
+    return digest.hexdigest()
+
+
+def _sample(digest: hashlib._Hash, where: dict[str, Path], *suffixes: str) -> None:
+    for suffix in suffixes:
         name = _find_suffix(where, suffix)
         digest.update(repr(name).encode("utf-8"))
         if name is None:
@@ -130,7 +145,6 @@ def rows_fingerprint(directory: str | Path) -> str:
                 row = i * shape[0] // count
                 raw = view[row : row + 1].contiguous().view(torch.uint8)
                 digest.update(raw.numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -27,12 +27,12 @@ from vllm_tide.deploy.fast_draft import FastDraft
 from vllm_tide.deploy.rollback import initial_draft
 from vllm_tide.deploy.schedule import Schedule
 from vllm_tide.deploy.served import ServedRequest, ServedRequests
-from vllm_tide.deploy.store import DraftStore, store_fingerprint
+from vllm_tide.deploy.store import DraftStore, fingerprint_of
 from vllm_tide.draft.checkpoint import load_draft
 from vllm_tide.draft.config import DraftError, read_config
 from vllm_tide.draft.fresh import is_fresh
 from vllm_tide.draft.kind import draft_config
-from vllm_tide.draft.target import TargetRows, rows_fingerprint
+from vllm_tide.draft.target import TargetRows
 from vllm_tide.metrics import finite
 from vllm_tide.sidecar.report import Report, TrainerStatus
 from vllm_tide.tracing import open_tracing
@@ -143,9 +143,7 @@ class Sidecar:
         self._memory_backoff = gpu.MemoryBackoff(self.config)
         self._set_collect()
         self._emptied = False
-        fingerprint = store_fingerprint(
-            rows_fingerprint(self._target_path), read_config(self._draft_path)
-        )
+        fingerprint = fingerprint_of(self._target_path, self._draft_path)
         store = DraftStore(self._state_dir(), fingerprint)
         if not store.claim():
             why = (
