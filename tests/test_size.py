@@ -25,7 +25,7 @@ LINES = {
     "dashboards": 69,
     "deploy": 2_488,
     "doctor": 975,
-    "draft": 3_686,
+    "draft": 3_687,
     "engine": 6_851,
     "examples": 1,
     "kernels": 1_490,

@@ -136,11 +136,12 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
 
 # Key, label on the card and format of each measured figure.
 FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("holdout_acceptance_new", "Expected acceptance length, held-out requests", ".3f"),
-    ("holdout_acceptance_live", "The same for the previous draft", ".3f"),
-    ("gain", "Gain over the previous draft (tokens per verify step)", "+.4f"),
+    ("gain", "Gain over the previous draft, all scored requests (tokens)", "+.4f"),
     ("gain_error", "Standard error of the gain, over requests", ".4f"),
+    ("fresh_requests", "Requests scored before training on them", ".0f"),
     ("holdout_requests", "Held-out requests", ".0f"),
+    ("holdout_acceptance_new", "Expected acceptance length, held-out only", ".3f"),
+    ("holdout_acceptance_live", "The same for the previous draft", ".3f"),
     ("steps", "Optimizer steps", ".0f"),
     ("train_tokens", "Tokens trained on, repetitions included", ".0f"),
     ("loss", "Mean training loss of the last cycle", ".4f"),
