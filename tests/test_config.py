@@ -79,6 +79,16 @@ NOTED = [
         "tide.train.device: has no effect: no request is captured (tide.capture).",
     ),
     (
+        {"preset": "control", "capture": {"sample_rate": 0.5}},
+        {},
+        "tide.capture.sample_rate: has no effect: tide.preset is 'control'.",
+    ),
+    (
+        {"capture": {"enabled": False, "consent": "opt_in"}},
+        {},
+        "tide.capture.consent: has no effect: tide.capture.enabled is false.",
+    ),
+    (
         {"control": {"policy": "static", "slo_tpot_ms": 50}},
         {},
         "tide.control.slo_tpot_ms: has no effect: tide.control.policy is 'static'.",

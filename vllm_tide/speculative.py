@@ -330,6 +330,11 @@ def _without_effect(
 ) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield sections, knobs (none: all of them), and why they have no effect."""
     capture, policy = tide.capture, tide.control.policy
+    if not capture.enabled:
+        off = f"preset is {tide.preset!r}" if tide.preset == "control" else ""
+        off = off or "capture.enabled is false"
+        names = sorted(set(type(capture).model_fields) - {"enabled"})
+        yield "capture", tuple(names), f"tide.{off}"
     if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
         why = "no request is captured (tide.capture)"
     else:

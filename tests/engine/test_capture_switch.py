@@ -66,6 +66,17 @@ def test_the_switch_applies_to_every_engine_of_the_run_directory(
     )
 
 
+def test_a_request_that_began_while_capture_was_off_is_counted_to_its_end(step):
+    step.capture.off = True
+    step.end()
+    step.capture.off = False
+    assert step.capture.dropped["paused"] == 10
+    step.end()
+    assert step.capture.dropped == {"paused": 19}  # one row is a placeholder
+    step.capture.forget(["a", "b"])
+    assert len([r for r in step.run() if r.num_rows]) == 4
+
+
 def test_a_pause_applies_while_no_trainer_runs(step, tmp_path, capsys):
     (tmp_path / "paused.json").write_text("{}")
     watch_capture_switch(step.capture, tmp_path).set()

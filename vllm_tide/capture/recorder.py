@@ -22,6 +22,7 @@ from vllm_tide.capture.policy import (
     CUT_SHORT,
     FIRST_SLOT,
     NO_TICKET,
+    NOT_CAPTURED,
     OVER_BUDGET,
     OVERLOAD,
     CapturePolicy,
@@ -175,6 +176,11 @@ class Recorder:
             for reason, slot in zip(OVERLOAD, (OVER_BUDGET, CUT_SHORT), strict=True):
                 if rows := int(counts[slots == slot].sum()):
                     self.dropped[reason] += rows
+            if (slots == NOT_CAPTURED).any():
+                # Requests without their first rows stay out.
+                paused = [ticket.refusal == "paused" for ticket in tickets]
+                if rows := int(counts[paused].sum()):
+                    self.dropped["paused"] += rows
         return taken
 
     def _write(self, tickets: list[Ticket], table: np.ndarray, step: Step) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,10 @@ EPILOGS = {
     "it. Exit status: 0, or 1 without an engine, without an answer of a trainer, or if "
     "the file of the pause cannot be written.",
     "capture": "Engines follow within a second, with or without a trainer, also those "
-    "that start later. captured_rows_total may grow once more, by rows of the last "
-    "step before it. Exit status: 0, or 1 without an engine.",
+    "that start later; the command waits for that. A request that began while capture "
+    "was off stays out: its rows are dropped as `paused`. After `off` "
+    "captured_rows_total may grow once more, by rows of the last step before it. Exit "
+    "status: 0, or 1 without an engine.",
 }
 TENANT = "data of this tenant (vllm_xargs: tide_tenant)"
 TENANT_ID = (
@@ -317,7 +320,13 @@ def _no_engine(run_dir: Path | None) -> bool:
 
 
 def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
-    from vllm_tide.capture.switch import OFF, Switch, switch_folders, switches_on
+    from vllm_tide.capture.switch import (
+        OFF,
+        POLL_S,
+        Switch,
+        switch_folders,
+        switches_on,
+    )
 
     exists, off = os.path.lexists(run_dir), args.switch == "off"
     if exists:
@@ -336,6 +345,8 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     if not off and switches_on(folders):
         text += ", but paused: run `vllm-tide resume`"
     count = len(read_manifests(run_dir))
+    if count:
+        time.sleep(2 * POLL_S)
     follow = "engine follows" if count == 1 else "engines follow"
     text += f"; {count} {follow}"
     if not count:
