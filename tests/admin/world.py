@@ -23,7 +23,7 @@ from tests.transport.spool_toys import ROWS
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.switch import PAUSED, Switch, Switches
-from vllm_tide.cli import purge
+from vllm_tide.cli import purge, trainer
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig, SpoolConfig
 from vllm_tide.engine import trainer_process
@@ -47,7 +47,10 @@ from vllm_tide.transport.tenant import parse_id
 SLICE_S = 0.25
 LOAD_S = 2.0  # a trainer's start
 SPEC = make_spec()
-TIMED = (*(switch, purge, report, trainer_process, admin, feeds, process, ring, shm),)
+TIMED = (
+    *(switch, purge, trainer, report, trainer_process, admin, feeds, process, ring),
+    shm,
+)
 
 
 class World:
