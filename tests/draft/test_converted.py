@@ -195,3 +195,16 @@ def test_the_target_is_no_draft(target, model_config, monkeypatch, tmp_path):
 
     with pytest.raises(ConfigError, match="is no EAGLE-3 draft: it has no fc.weight"):
         checked(target, model_config, monkeypatch, tmp_path)
+
+
+@pytest.mark.vllm
+def test_a_quantised_draft_is_left_to_vllm(draft, model_config, monkeypatch, tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = load_file(draft / "model.safetensors")
+    tensors["fc.weight_packed"] = tensors.pop("fc.weight")
+    save_file(tensors, draft / "model.safetensors")
+    config = json.loads((draft / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (draft / "config.json").write_text(json.dumps(config))
+    assert checked(draft, model_config, monkeypatch, tmp_path)["model"] == str(draft)

@@ -54,7 +54,7 @@ EPILOGS = {
     "it. Exit status: 0, or 1 without an engine, without an answer of a trainer, or if "
     "the file of the pause cannot be written.",
     "capture": "Engines follow within a second, with or without a trainer, also those "
-    "that start later; the command waits for that. A request that began while capture "
+    "that start later; the command waits a second. A request that began while capture "
     "was off stays out: its rows are dropped as `paused`. After `off` "
     "captured_rows_total may grow once more, by rows of the last step before it. Exit "
     "status: 0, or 1 without an engine.",

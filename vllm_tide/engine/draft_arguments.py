@@ -178,7 +178,9 @@ def _check_sizes(model: str, folder: Path, draft: dict[str, Any], target: Any) -
         if method_of(draft) != METHODS[0]:
             text = f"model: draft {model!r} cannot be used: {error}"
             raise ConfigError(text) from None
-        if stored and "fc.weight" not in stored:
+        # Other drafts that vLLM serves may have it quantised, or another name for it.
+        whole = draft.get("num_hidden_layers") == layers["num_hidden_layers"]
+        if stored and whole and not any(name.startswith("fc.") for name in stored):
             raise ConfigError(
                 f"model: {model!r} is no EAGLE-3 draft: it has no fc.weight; use a "
                 f"draft trained for this target, or {FRESH!r}."

@@ -106,7 +106,8 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
     if proposals:
         known += [f"{1 + accepted / proposals:.2f} in steps that the memory drafts"]
     running = page.value("vllm:num_requests_running")
-    if running and grown.value("vllm:generation_tokens_total") == 0:
+    still = grown.value("vllm:generation_tokens_total") == 0
+    if running and still and grown.t_s >= _DECIDES_S:  # longer than usual prefills
         text = f"no token in {grown.t_s:.0f} s, while {running:.0f} requests run"
         return _verdict(url, None, f"{text}: the server is very busy or hangs")
     if not known:
