@@ -15,6 +15,7 @@ from tests.train.toys import weights_of
 from tests.transport.samples import write_record
 from tests.transport.spool_toys import head_tensors
 from vllm_tide.deploy import fast_draft
+from vllm_tide.deploy.deployment import DraftState
 from vllm_tide.deploy.fast_draft import FastStep
 from vllm_tide.draft.checkpoint import export_tensors
 from vllm_tide.draft.tensor_bytes import from_bytes
@@ -221,7 +222,7 @@ def test_causes_that_drop_the_fast_draft(engine, how):
         assert sidecar.execute({"do": "purge", "tenant": None})["ok"]
     elif how == "rollback":
         master = sidecar.trainer.snapshot()
-        sidecar.deployment.republish(master, {"rollback_of": 1})
+        sidecar.deployment.republish(DraftState(master), {"rollback_of": 1})
     else:
         learn(sidecar, engine, 2)
         latest = engine.weights.latest_version()

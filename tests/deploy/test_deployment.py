@@ -7,6 +7,7 @@ import json
 import math
 import time
 import urllib.request
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bench.harness.server import free_port
 from tests.dashboards.known import samples_of
 from tests.sidecar.test_sidecar import TOY, VOCAB, Engine, attach
 from tests.transport.samples import write_record
+from vllm_tide.cli.trainer import status_text
 from vllm_tide.draft.kind import canonical
 from vllm_tide.draft.tensor_bytes import from_bytes
 from vllm_tide.metrics import TRAINER
@@ -158,6 +160,27 @@ def test_a_draft_that_serves_better_stays_and_survives_a_restart(engine, monkeyp
     assert not heads(engine)
 
 
+def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
+    sidecar, _ = published_once(engine)
+    offer(sidecar)
+    engine.report(2)
+    assert sidecar._tick()
+    serve(engine, 160, 2, 4)
+    assert sidecar._tick()
+    sidecar.feeds.close()
+    engine.weights.close()
+    engine.restart()
+    again = attach(engine)
+    engine.report(1)
+    assert again._tick()
+    assert engine.weights.read().meta["gain"] == BETTER.gain
+    assert again.deployment.stored_version == 2
+    assert again.deployment.publications == 0
+    again._update_status(force=True)
+    text = status_text(asdict(again.status))
+    assert "version 1 served (a stored draft: version 2 before the restart)" in text
+
+
 def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch):
     sidecar, before = published_once(engine)
     sidecar.feeds.close()
@@ -165,6 +188,7 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch
     assert again.deployment.published == 1
     assert again.deployment.rollback("ordered")["to"] == 0
     assert_live(again, before)
+    assert again.deployment.publications == 0  # only trained drafts count
     assert_sent(engine, before)
     again.feeds.close()
     # A draft that a file has in another form: t2d is not trained.

@@ -19,7 +19,7 @@ import torch
 from bench.suites.planting import NAN, PERMUTED, Plant, planted
 from vllm_tide.cli.main import main as command
 from vllm_tide.deploy import canary
-from vllm_tide.deploy.deployment import Master
+from vllm_tide.deploy.deployment import DraftState, Master
 from vllm_tide.draft.tensor_bytes import to_bytes
 from vllm_tide.sidecar import loop
 from vllm_tide.train import reservoir, trainer
@@ -97,7 +97,8 @@ class OrderedSidecar(loop.Sidecar):
             return True
         try:
             if what == AGAIN:
-                deployment.republish(trainer.snapshot(), {"ordered": what})
+                draft = DraftState(trainer.snapshot())
+                deployment.republish(draft, {"ordered": what})
             else:
                 live = trainer.candidate_tensors(trainer.snapshot())
                 current = self.feeds._draft

@@ -149,8 +149,9 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
     _check_served(run_dir, manifest.engine_id, version)
     config = draft_config(read_config(manifest.draft_path), target)
     tensors, meta = from_bytes(weights.tensors), weights.meta
-    trained = version > 0 and meta.get("to") != 0  # no rollback to the checkpoint
-    return ExportedDraft(config, tensors, verifier, version, engine, meta, trained)
+    # The checkpoint again: after a rollback, or after a restart of the trainer.
+    initial = 0 in (version, meta.get("to"), meta.get("restored"))
+    return ExportedDraft(config, tensors, verifier, version, engine, meta, not initial)
 
 
 def from_state_dir(folder: Path, draft_dir: Path, target_dir: str) -> ExportedDraft:

@@ -207,6 +207,26 @@ def _outcome(answer: dict[str, Any]) -> str:
     return ("resumed" if was else "was not paused") + note
 
 
+def status_text(status: dict[str, Any]) -> str:
+    """Describe a trainer's status in one line."""
+    waiting = f", waiting for {why}" if (why := status["waiting_for"]) else ""
+    decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
+    canary, trial = status.get("canary") or {}, ""
+    if canary.get("undecided"):
+        trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
+    if stored := status.get("stored_version"):
+        trial += f" (a stored draft: version {stored} before the restart)"
+    engines = status["engines"]
+    served = sorted({each["installed"] for each in engines.values()})
+    versions = ", ".join(map(str, served)) or status["installed_version"]
+    return (
+        f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
+        f"steps: {status['steps']}; drafts published: {status['publications']}, "
+        f"rolled back: {status['rollbacks']}; version{'s' * (len(served) > 1)} "
+        f"{versions} served{trial}{waiting}{decided}"
+    )
+
+
 def _status(args: argparse.Namespace, run_dir: Path) -> int:
     from vllm_tide.capture.switch import OFF, PAUSED, switch_folders, switches_on
 
@@ -215,25 +235,8 @@ def _status(args: argparse.Namespace, run_dir: Path) -> int:
         PAUSED: "paused, so nothing is captured: `vllm-tide resume` continues",
     }
 
-    def describe(answer: dict[str, Any]) -> str:
-        status = answer["status"]
-        waiting = f", waiting for {why}" if (why := status["waiting_for"]) else ""
-        decided = f"; last decision: {why}" if (why := status["last_decision"]) else ""
-        canary, trial = status.get("canary") or {}, ""
-        if canary.get("undecided"):
-            trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
-        engines = status["engines"]
-        served = sorted({each["installed"] for each in engines.values()})
-        versions = ", ".join(map(str, served)) or status["installed_version"]
-        return (
-            f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
-            f"steps: {status['steps']}; drafts published: {status['publications']}, "
-            f"rolled back: {status['rollbacks']}; version{'s' * (len(served) > 1)} "
-            f"{versions} served{trial}{waiting}{decided}"
-        )
-
     try:
-        return _send_to_trainers(run_dir, args, describe)
+        return _send_to_trainers(run_dir, args, lambda a: status_text(a["status"]))
     finally:
         with contextlib.suppress(OSError, TransportError):
             folders = switch_folders(run_dir, *running_state_dirs(args, run_dir))

@@ -52,7 +52,7 @@ class DraftState:
 
     Attributes:
         master: Its master weights.
-        figures: Measurements at its publication.
+        figures: Measurements at its first publication.
         republished: Its weights were served before, so no canary is needed.
         stored: The stored draft that it was restored from.
     """
@@ -73,6 +73,7 @@ class Deployment:
 
     Attributes:
         published: Newest published version; 0 without one.
+        publications: Number of trained drafts published, without repeated ones.
         good: The version that a rollback restores: the last one kept and installed.
     """
 
@@ -98,7 +99,7 @@ class Deployment:
         self.last_publish_unix: float | None = None
         self._drafts = {0: DraftState(trainer.snapshot())}
         self.good = 0
-        self._superseded: tuple[int, Master] | None = None  # `good` before the last
+        self._superseded: tuple[int, DraftState] | None = None  # `good` before it
         self._seen: dict[str, EngineVersions] = {}
         self._pending: Verdict | None = None  # rollback not yet sent to any engine
         self._retry_at = 0.0
@@ -123,24 +124,25 @@ class Deployment:
             return
         if serving and (stored is None or stored.version != serving):
             logger.warning("no weights of served version %d are available", serving)
-        tensors, number = self._drafts[0].master, 0
+        draft, number = self._drafts[0], 0
         if stored is not None:
-            tensors, number = stored.master, stored.version
+            draft = DraftState(stored.master, dict(stored.holdout))
+            number = stored.version
         try:
-            version = self.republish(tensors, {"restored": number})
+            version = self.republish(draft, {"restored": number})
         except TransportError as error:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
         self._drafts[version].stored = stored
         self._add_event("restored", version=version, stored=number)
 
-    def republish(self, master: Master, facts: dict[str, Any]) -> int:
-        """Publish weights of an earlier version and continue training from them.
+    def republish(self, draft: DraftState, facts: dict[str, Any]) -> int:
+        """Publish an earlier draft again and continue training from it.
 
         Raises:
-            TransportError: They were sent to no engine; nothing is changed.
+            TransportError: It was sent to no engine; nothing is changed.
         """
-        version = self._publish(facts, master=master)
+        version = self._publish(facts, draft)
         self._drafts[version].republished = True
         return version
 
@@ -155,9 +157,18 @@ class Deployment:
             return
         self._retry_at = now + RETRY_S
         try:
-            self.republish(self._trainer.snapshot(), {"restored": self.published})
+            known = self._drafts.get(self.published)
+            figures = known.figures if known else {}
+            draft = DraftState(self._trainer.snapshot(), figures)
+            self.republish(draft, {"restored": self.published})
         except TransportError as error:
             self._add_event("unpublished", restored=self.published, reason=str(error))
+
+    @property
+    def stored_version(self) -> int:
+        """Stored version from which the installed draft was restored; 0: none."""
+        draft = self._drafts.get(self.installed)
+        return draft.stored.version if draft and draft.stored else 0
 
     def observe(self, request: ServedRequest) -> None:
         self._requests += 1
@@ -238,7 +249,7 @@ class Deployment:
                 served draft is not changed, but it is removed from the store.
         """
         bad, live = self.published, self._trainer.live_tensors()
-        to, master = self._before(bad, live)
+        to, draft = self._before(bad, live)
         if self._store is not None:
             # Compare weights, as version numbers restart with every server. First, so
             # that a kill in between leaves no rejected draft for the next server.
@@ -246,7 +257,7 @@ class Deployment:
                 if has_weights(stored.master, live):
                     self._store.drop(stored)
         facts = {"rollback_of": bad, "to": to, "reason": reason}
-        served_as = self.republish(master, facts)
+        served_as = self.republish(draft, facts)
         self._pending = self._superseded = None
         self._drafts.pop(bad, None)
         self.good = served_as
@@ -254,23 +265,25 @@ class Deployment:
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         return {"version": bad, "to": to, "served_as": served_as}
 
-    def _before(self, version: int, live: Mapping[str, Tensor]) -> tuple[int, Master]:
+    def _before(
+        self, version: int, live: Mapping[str, Tensor]
+    ) -> tuple[int, DraftState]:
         """Return the draft that a version replaced.
 
         Raises:
             TransportError: It is not known.
         """
         if self.good != version and self.good in self._drafts:
-            return self.good, self._drafts[self.good].master
+            return self.good, self._drafts[self.good]
         if self._superseded is not None:
             return self._superseded
         for stored in () if self._store is None else self._store.drafts():
             if not has_weights(stored.master, live):
-                return stored.version, stored.master
+                return stored.version, DraftState(stored.master, dict(stored.holdout))
         if version:
             initial = self._initial()
             if not has_weights(initial, {n: live[n] for n in initial if n in live}):
-                return 0, initial
+                return 0, DraftState(initial)
         raise TransportError(
             f"version {version} is the initial draft: nothing was rolled back"
             if version
@@ -318,26 +331,29 @@ class Deployment:
             "engines": {engine: asdict(state) for engine, state in self._seen.items()},
         }
 
-    def _publish(self, facts: dict[str, Any], master: Master | None = None) -> int:
-        """Publish the candidate, or `master`, and make it the trainer's live draft.
+    def _publish(self, facts: dict[str, Any], earlier: DraftState | None = None) -> int:
+        """Publish the candidate or an earlier draft; it becomes the trainer's live one.
 
         Raises:
-            TransportError: They were sent to no engine; nothing is changed.
+            TransportError: It was sent to no engine; nothing is changed.
         """
         trainer = self._trainer
+        master, figures = None, facts
+        if earlier is not None:
+            master, figures = earlier.master, earlier.figures
         version = self._feeds.publish(
-            to_bytes(trainer.candidate_tensors(master)), facts
+            to_bytes(trainer.candidate_tensors(master)), figures | facts
         )
         if master is None:
             trainer.published()
+            self.publications += 1
         else:
             trainer.restore(master)
-        self._drafts[version] = DraftState(trainer.snapshot(), facts)
+        self._drafts[version] = DraftState(trainer.snapshot(), figures)
         # Masters are fp32: keep only versions that may be restored.
         needed = {self.good, self.installed, version}
         self._drafts = {v: d for v, d in self._drafts.items() if v in needed}
         self.published = version
-        self.publications += 1
         self.last_publish_unix = time.time()
         self._requests, self._published_at = 0, time.monotonic()
         self._add_event("publish", version=version, **facts)
@@ -365,7 +381,7 @@ class Deployment:
         if draft is None:  # refused by another engine, or superseded
             return
         if self.good != version and self.good in self._drafts:
-            self._superseded = self.good, self._drafts[self.good].master
+            self._superseded = self.good, self._drafts[self.good]
         self.good = version
         self._drafts = {v: d for v, d in self._drafts.items() if v >= version}
         self._add_event("keep", version=version, reason=reason)
@@ -390,7 +406,7 @@ class Deployment:
             self._add_event("unpublished", **facts, reason=why)
             return
         try:
-            self.republish(good.master, facts | {"reason": verdict.reason})
+            self.republish(good, facts | {"reason": verdict.reason})
         except TransportError as error:
             if self._pending is None:
                 self._add_event("unpublished", **facts, reason=str(error))

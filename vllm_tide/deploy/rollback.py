@@ -95,11 +95,12 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             )
         # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)
+        figures = before.holdout if before else {}
         writer.publish(
             DraftWeights.encode(
                 to_bytes({old: master[name] for name, old in names.items()}),
                 first_version(version + 1),
-                {"rollback_of": version, "to": to, "reason": "ordered"},
+                {**figures, "rollback_of": version, "to": to, "reason": "ordered"},
             )
         )
     return {"version": version, "to": to, "served_as": version + 1}

@@ -68,6 +68,8 @@ class TrainerStatus:
             empty if there is no reason.
         canary: Evaluation of the newest draft: `speed_before` and `speed_after` a swap
             in tokens per step without drafts, `change`, its `error`, `requests`.
+        stored_version: Version, before the restart, of the stored draft that is served;
+            0 if another one is.
         tenant_keys: Ids of the keys of the tenant ids in its data.
         engines: Per engine: version published, installed, refused.
         terms: Mean of each loss term over the last step.
@@ -111,6 +113,7 @@ class TrainerStatus:
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
     adaptation: dict[str, Any] = _of("fast.figures", dict)
+    stored_version: int = _of("deployment.stored_version")
 
     def copy_from(self, sidecar: Any) -> None:
         for each in fields(self):

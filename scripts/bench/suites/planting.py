@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm_tide.config import TideConfig, parse_tide
 from vllm_tide.deploy import canary, schedule
+from vllm_tide.deploy.deployment import DraftState
 from vllm_tide.sidecar.loop import Sidecar, prepare_process
 from vllm_tide.speculative import read_json_object
 from vllm_tide.train.judgement import CycleResult
@@ -131,7 +132,7 @@ class PlantingSidecar(Sidecar):
         deployment = self.deployment
         if deployment.good in self._planted:
             self._planted.remove(deployment.good)
-            deployment.republish(self._first, {"restored": 0})
+            deployment.republish(DraftState(self._first), {"restored": 0})
             deployment.canary.restart()
         return going
 
