@@ -61,6 +61,7 @@ def full_status() -> TrainerStatus:
         schedule={
             "collecting": True, "short": 0.625, "long": 0.75, "shifts": 3, "pauses": 2,
         },
+        canary={"rollbacks": 4},
         engines={"a": {"installed": 5}, "b": {"installed": 4}},
         adaptation={"state": "serving", "gain": 0.375, "steps": 7, "requests": 2},
     )  # fmt: skip

@@ -100,7 +100,7 @@ ENGINE = (
     _counter(
         "malformed_limits",
         "Requests with a tide_slo_tpot_ms that is not a positive number, or a "
-        "tide_k_max that is not a speculative length.",
+        "tide_k_max that is not a non-negative integer.",
     ),
     _counter(
         "ignored_limits",
@@ -216,7 +216,7 @@ TRAINER = (
         "training_seconds",
     ),
     _counter("trainer_publications", "Drafts published.", "publications"),
-    _counter("trainer_rollbacks", "Rollbacks by the canary.", "rollbacks"),
+    _counter("trainer_rollbacks", "Rollbacks by the canary.", "canary.rollbacks"),
     _counter(
         "trainer_refused_drafts", "Drafts refused by engines.", "refused_versions"
     ),

@@ -38,12 +38,14 @@ def order(sidecar, what):
 def test_a_draft_in_a_canary_is_rolled_back_to_the_previous_one(engine):
     sidecar, first = published_once(engine)
     assert order(sidecar, "rollback") == {
-        "ok": True, "version": 1, "to": 0, "served_as": 2,
+        "ok": True, "version": 1, "to": 0, "served_as": 2, "stored": False,
     }  # fmt: skip
     assert_sent(engine, first)
     engine.report(2)
     assert sidecar._tick()
-    assert not sidecar.deployment.canary.undecided
+    canary = sidecar.deployment.canary
+    assert not canary.undecided
+    assert (canary.rollbacks, canary.all_rollbacks) == (0, 1)  # alerts count its own
     assert "after a rollback" in sidecar.deployment.waiting_for
     (event,) = events(engine, "rollback")
     assert (event["version"], event["to"], event["reason"]) == (1, 0, "ordered")
@@ -88,8 +90,9 @@ def test_the_command_rolls_back_without_a_trainer(engine, capsys):
 
     assert main(["rollback", *where]) == 0
     stdout = capsys.readouterr().out
-    assert stdout.startswith("engine test: rolled back from version 1 to 1, served as")
-    assert "version 2" in stdout and "no trainer" in stdout
+    assert "rolled back from version 1 to the draft stored as version 1, " in stdout
+    assert "served as version 2" in stdout
+    assert "no trainer" in stdout
     assert_sent(engine, older)
     assert len(list(store.drafts())) == 1  # a rolled back draft does not return
     assert main(["rollback", *where]) == 0

@@ -76,6 +76,31 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
     assert recorder.collect_mode is Collect.FULL
 
 
+@pytest.mark.parametrize("name", ["capture", "pause"])
+def test_commands_wait_until_engines_capture_again(
+    recorder, tmp_path, state, name, monkeypatch
+):
+    monkeypatch.setattr(switch, "POLL_S", 0.3)
+    run_dir = tmp_path / "run"
+    announce(run_dir, state)
+    switch_off(name, run_dir, state)
+    closing = watch_capture_switch(recorder, run_dir, *state)
+    assert recorder.collect_mode is Collect.NOTHING
+    command = ["capture", "on"] if name == "capture" else ["resume"]
+    assert main([*command, "--run-dir", str(run_dir)]) == 0
+    assert recorder.collect_mode is Collect.FULL
+    closing.set()
+
+
+def test_an_engine_that_never_captures_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(switch, "POLL_S", 0.0)
+    run_dir = tmp_path / "run"
+    write_manifest(run_dir, make_manifest(tide={"capture": {"enabled": False}}))
+    assert main(["capture", "on", "--run-dir", str(run_dir)]) == 0
+    output = capsys.readouterr().out
+    assert "1 configured to capture nothing" in output and "follow" not in output
+
+
 @pytest.mark.parametrize("end", ["stopped", "reboot"])
 @pytest.mark.parametrize("name", ["capture", "pause"])
 def test_a_switch_is_undone_without_an_engine(tmp_path, state, name, end):

@@ -178,7 +178,7 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     assert again.deployment.publications == 0
     again._update_status(force=True)
     text = status_text(asdict(again.status))
-    assert "version 1 served (a stored draft: version 2 before the restart)" in text
+    assert "version 1 served (stored as version 2)" in text
 
 
 def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch):

@@ -40,6 +40,14 @@ class NoTrainerError(NotRunningError):
     """No trainer is running in the run directory."""
 
 
+_LATE = (
+    "captured_rows_total may grow once more, as engines report twice a second and with "
+    "the next step: by rows of the last half second before it."
+)
+_WAITS = (
+    "Engines follow within a second, with or without a trainer, also those that start "
+    "later; the command waits a second."
+)
 EPILOGS = {
     "status": "The loop of the trainer answers, so an answer means that it runs. `top` "
     "shows engines and servers too.",
@@ -50,14 +58,12 @@ EPILOGS = {
     "initial one, to a running engine.",
     "pause": "Engines then send no data, not even token ids, so the canary decides "
     "after `resume`. The pause persists over restarts and reboots, and needs no "
-    "trainer. captured_rows_total may grow once more, by rows of the last step before "
-    "it. Exit status: 0, or 1 without an engine, without an answer of a trainer, or if "
-    "the file of the pause cannot be written.",
-    "capture": "Engines follow within a second, with or without a trainer, also those "
-    "that start later; the command waits a second. A request that began while capture "
-    "was off stays out: its rows are dropped as `paused`. After `off` "
-    "captured_rows_total may grow once more, by rows of the last step before it. Exit "
-    "status: 0, or 1 without an engine.",
+    f"trainer. {_LATE} Exit status: 0, or 1 without an engine, without an answer of a "
+    "trainer, or if the file of the pause cannot be written.",
+    "resume": f"{_WAITS} A request that began during the pause stays out: its rows are "
+    "dropped as `paused`.",
+    "capture": f"{_WAITS} A request that began while capture was off stays out: its "
+    f"rows are dropped as `paused`. {_LATE} Exit status: 0, or 1 without an engine.",
 }
 TENANT = "data of this tenant (vllm_xargs: tide_tenant)"
 TENANT_ID = (
@@ -176,6 +182,14 @@ def _starts_trainer(engine: EngineManifest) -> bool:
         return True
 
 
+def _captures(engine: EngineManifest) -> bool:
+    try:
+        capture = parse_tide(engine.tide).capture
+    except ConfigError:  # of another version
+        return True
+    return capture.enabled and capture.consent != "off"
+
+
 def _print_answers(
     args: argparse.Namespace,
     answers: dict[str, dict[str, Any]],
@@ -196,10 +210,12 @@ def _print_answers(
 
 def _outcome(answer: dict[str, Any]) -> str:
     if "served_as" in answer:
-        which = "" if answer["to"] else " (the initial draft)"
+        to = f"{answer['to']}{'' if answer['to'] else ' (the initial draft)'}"
+        if answer.get("stored"):
+            to = f"the draft stored as version {to}"
         return (
-            f"rolled back from version {answer['version']} to {answer['to']}{which}, "
-            f"served as version {answer['served_as']} from the engine's next steps on"
+            f"rolled back from version {answer['version']} to {to}, served as version "
+            f"{answer['served_as']} from the engine's next steps on"
         )
     was, note = answer["was_paused"], f"; {answer['note']}" if "note" in answer else ""
     if answer["paused"]:
@@ -215,7 +231,7 @@ def status_text(status: dict[str, Any]) -> str:
     if canary.get("undecided"):
         trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
     if stored := status.get("stored_version"):
-        trial += f" (a stored draft: version {stored} before the restart)"
+        trial += f" (stored as version {stored})"
     engines = status["engines"]
     served = sorted({each["installed"] for each in engines.values()})
     versions = ", ".join(map(str, served)) or status["installed_version"]
@@ -276,7 +292,9 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     from vllm_tide.capture.switch import PAUSED, Switch
 
     try:
-        return _send_to_trainers(run_dir, args, _outcome)
+        status = _send_to_trainers(run_dir, args, _outcome)
+        _wait_for_engines(args, run_dir)
+        return status
     except NoTrainerError:
         if not os.path.lexists(run_dir):
             raise
@@ -292,8 +310,18 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
     elif _no_engine(run_dir):
         note = f"no engine is running in {run_dir}; servers that start there follow"
     status = emit(args, f"{_outcome(answer)} ({note})", answer)
+    _wait_for_engines(args, run_dir)
     done = not (why or silent or _no_engine(run_dir))
     return status or EXIT_NO * (not done)
+
+
+def _wait_for_engines(args: argparse.Namespace, run_dir: Path) -> None:
+    """Wait until engines have read the switches, unless capture ends."""
+    from vllm_tide.capture.switch import POLL_S
+
+    # A paused trainer itself stops capture at once.
+    if args.command != "pause" and read_manifests(run_dir):
+        time.sleep(2 * POLL_S)
 
 
 def socket_folders(args: argparse.Namespace, run_dir: Path) -> list[Path]:
@@ -323,13 +351,7 @@ def _no_engine(run_dir: Path | None) -> bool:
 
 
 def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
-    from vllm_tide.capture.switch import (
-        OFF,
-        POLL_S,
-        Switch,
-        switch_folders,
-        switches_on,
-    )
+    from vllm_tide.capture.switch import OFF, Switch, switch_folders, switches_on
 
     exists, off = os.path.lexists(run_dir), args.switch == "off"
     if exists:
@@ -347,15 +369,17 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
     text = f"capture is {args.switch} in {run_dir}"
     if not off and switches_on(folders):
         text += ", but paused: run `vllm-tide resume`"
-    count = len(read_manifests(run_dir))
-    if count:
-        time.sleep(2 * POLL_S)
-    follow = "engine follows" if count == 1 else "engines follow"
-    text += f"; {count} {follow}"
-    if not count:
+    _wait_for_engines(args, run_dir)
+    engines = read_manifests(run_dir)
+    count = sum(map(_captures, engines))
+    if count or not engines:
+        text += f"; {count} engine{' follows' if count == 1 else 's follow'}"
+    if never := len(engines) - count:
+        text += f"; {never} configured to capture nothing (tide.preset, tide.capture)"
+    if not engines:
         text += "; servers that start there do"
     value = {"capture": args.switch, "run_dir": str(run_dir), "engines": count}
-    return emit(args, text, value) or EXIT_NO * (not count)
+    return emit(args, text, value) or EXIT_NO * (not engines)
 
 
 def running_state_dirs(args: argparse.Namespace, run_dir: Path) -> list[str | None]:

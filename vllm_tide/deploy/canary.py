@@ -57,7 +57,7 @@ class Canary:
 
     def __init__(self, config: DeployConfig) -> None:
         self.config = config
-        self.rollbacks = self.backoff = 0
+        self.rollbacks = self.ordered_rollbacks = self.backoff = 0
         self.comparison: Comparison | None = None
         self._chain: Comparison | None = None
         self._rollbacks_in_a_row = 0
@@ -72,6 +72,11 @@ class Canary:
         self._first = 0  # first version after the baseline window
         self._rejected: set[int] = set()
         self._verdict: Verdict | None = None
+
+    @property
+    def all_rollbacks(self) -> int:
+        """Rollbacks after a trial or by command."""
+        return self.rollbacks + self.ordered_rollbacks
 
     @property
     def undecided(self) -> bool:
@@ -176,7 +181,7 @@ class Canary:
 
     def reject(self, version: int) -> None:
         """Record a rollback by command, like one after a trial."""
-        self.rollbacks += 1
+        self.ordered_rollbacks += 1
         self.backoff = max(self.backoff, BACKOFF_CYCLES)
         first = self._first if self.undecided else version
         self._rejected.update(range(first, version + 1))

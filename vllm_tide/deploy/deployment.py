@@ -126,14 +126,12 @@ class Deployment:
             logger.warning("no weights of served version %d are available", serving)
         draft, number = self._drafts[0], 0
         if stored is not None:
-            draft = DraftState(stored.master, dict(stored.holdout))
-            number = stored.version
+            draft, number = _from_store(stored), stored.version
         try:
             version = self.republish(draft, {"restored": number})
         except TransportError as error:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
-        self._drafts[version].stored = stored
         self._add_event("restored", version=version, stored=number)
 
     def republish(self, draft: DraftState, facts: dict[str, Any]) -> int:
@@ -144,6 +142,7 @@ class Deployment:
         """
         version = self._publish(facts, draft)
         self._drafts[version].republished = True
+        self._drafts[version].stored = draft.stored
         return version
 
     def renumber(self) -> None:
@@ -166,7 +165,7 @@ class Deployment:
 
     @property
     def stored_version(self) -> int:
-        """Stored version from which the installed draft was restored; 0: none."""
+        """Stored version of the installed draft, if it was restored; else 0."""
         draft = self._drafts.get(self.installed)
         return draft.stored.version if draft and draft.stored else 0
 
@@ -234,7 +233,7 @@ class Deployment:
         except TransportError as error:
             self._add_event("unpublished", reason=str(error))
 
-    def rollback(self, reason: str) -> dict[str, int]:
+    def rollback(self, reason: str) -> dict[str, Any]:
         """Publish the draft before the newest one again (command of an operator).
 
         A draft under canary is replaced by the one kept before it, a kept one by the
@@ -242,7 +241,8 @@ class Deployment:
         store, and publication waits as after any rollback.
 
         Returns:
-            Rolled-back `version`, restored version `to`, its new number `served_as`.
+            Rolled-back `version`, restored version `to`, its new number `served_as`,
+            and whether it was read from the store (`stored`).
 
         Raises:
             TransportError: There is no earlier draft, or it was sent to no engine. The
@@ -263,7 +263,8 @@ class Deployment:
         self.good = served_as
         self.canary.reject(bad)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
-        return {"version": bad, "to": to, "served_as": served_as}
+        known = {"version": bad, "to": to, "served_as": served_as}
+        return {**known, "stored": draft.stored is not None}
 
     def _before(
         self, version: int, live: Mapping[str, Tensor]
@@ -279,7 +280,7 @@ class Deployment:
             return self._superseded
         for stored in () if self._store is None else self._store.drafts():
             if not has_weights(stored.master, live):
-                return stored.version, DraftState(stored.master, dict(stored.holdout))
+                return stored.version, _from_store(stored)
         if version:
             initial = self._initial()
             if not has_weights(initial, {n: live[n] for n in initial if n in live}):
@@ -444,6 +445,10 @@ class Deployment:
             self.published = back
         if draft.stored is not None and self._store is not None:
             self._store.drop(draft.stored)
+
+
+def _from_store(stored: StoredDraft) -> DraftState:
+    return DraftState(stored.master, dict(stored.holdout), stored=stored)
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def _trained_tensors(
     return {n: t for n, t in tensors.items() if n != "t2d" and n not in shared}
 
 
-def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
+def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, Any]:
     """Publish the draft before the last published one to an engine.
 
     That is the newest stored draft with different weights, else the server's initial
@@ -103,7 +104,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
                 {**figures, "rollback_of": version, "to": to, "reason": "ordered"},
             )
         )
-    return {"version": version, "to": to, "served_as": version + 1}
+    known = {"version": version, "to": to, "served_as": version + 1}
+    return {**known, "stored": before is not None}
 
 
 def _published(segment: str) -> dict[str, Tensor]:

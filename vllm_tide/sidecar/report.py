@@ -68,8 +68,8 @@ class TrainerStatus:
             empty if there is no reason.
         canary: Evaluation of the newest draft: `speed_before` and `speed_after` a swap
             in tokens per step without drafts, `change`, its `error`, `requests`.
-        stored_version: Version, before the restart, of the stored draft that is served;
-            0 if another one is.
+        rollbacks: By the canary or by command.
+        stored_version: Stored version of the served draft, if it was restored; else 0.
         tenant_keys: Ids of the keys of the tenant ids in its data.
         engines: Per engine: version published, installed, refused.
         terms: Mean of each loss term over the last step.
@@ -96,7 +96,7 @@ class TrainerStatus:
     installed_version: int = _of("deployment.installed")
     refused_versions: int = _of("deployment.refusals")
     publications: int = _of("deployment.publications")
-    rollbacks: int = _of("deployment.canary.rollbacks")
+    rollbacks: int = _of("deployment.canary.all_rollbacks")
     training_seconds: float = _of("training_seconds", 0.0)
     waiting_for: str = _of("deployment.waiting_for", "")
     requests: int = 0

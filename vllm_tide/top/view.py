@@ -213,7 +213,7 @@ def _trainer(trainer: Json) -> RenderableType:
     if trainer["canary_undecided"]:
         canary = "undecided"
     elif cycles:
-        canary = f"backing off {cycles} cycles after a rollback"
+        canary = f"publishing waits {cycles} cycles after a rollback"
     figures = trainer | {
         "canary": canary,
         "several": "" if trainer["engines"] == 1 else "s",

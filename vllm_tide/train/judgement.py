@@ -220,9 +220,10 @@ def judge(
     publish = False
     # Rounded down: 20 must mean that it suffices.
     shown = math.floor(10 * min(evidence.wealth, PUBLISH_EVIDENCE)) / 10
+    scored = evidence.requests
     reason = (
-        f"gain {evidence.gain:+.4f} over {evidence.requests} requests: evidence "
-        f"{shown:g} of {PUBLISH_EVIDENCE:.0f}"
+        f"gain {evidence.gain:+.4f} over {scored} request{'s' * (scored != 1)}: "
+        f"evidence {shown:g} of {PUBLISH_EVIDENCE:.0f}"
     )
     if not evidence.requests:
         reason = "no request has been scored against the served draft yet"
