@@ -125,6 +125,8 @@ class Commands(RuleBasedStateMachine):
     @rule()
     def a_trainer_wakes(self):
         next(t for t in self.world.trainers if t.hung).hung = False
+        # It may have hung since another fault, whose effects it repairs now.
+        self.world.quiet_since = self.world.mono
 
     @precondition(lambda self: self.world.trainers and self.killed < 5)
     @rule(which=st.integers(0, 9))

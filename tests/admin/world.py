@@ -242,7 +242,7 @@ class Trainer:
         self.ready, self.attached, self.hung = world.mono + LOAD_S, False, False
         self.records, self.fresh = [], 0
         self.locks = [os.dup(fd) for fd in locks]
-        self.feeds = self.socket = None
+        self.feeds = self.socket = self.switches = None
         world.trainers.append(self)
 
     def attach(self):
@@ -327,6 +327,8 @@ class Trainer:
             return
         self.returncode = status
         self.world.trainers.remove(self)
+        if self.switches is not None:
+            self.switches.close()
         if self.socket is not None:
             for end in (*self.socket._listeners.values(), *self.socket._clients):
                 if end is not None:
