@@ -1,8 +1,9 @@
 # Source this file before serving on a CPU:  source scripts/env.sh
 #
 # Preloads Intel OpenMP, for which vLLM's CPU kernels are tuned, and tcmalloc if it is
-# installed, for speed; an existing LD_PRELOAD is kept after them. Variables that are set
-# already keep their values. Works in bash, zsh and POSIX shells.
+# installed (Debian: libtcmalloc-minimal4; without it vLLM logs a warning), for speed; an
+# existing LD_PRELOAD is kept after them. Variables that are set already keep their
+# values. Works in bash, zsh and POSIX shells.
 
 _tide_venv=${TIDE_VENV:-${VIRTUAL_ENV:-}}
 if [ -z "$_tide_venv" ]; then

@@ -125,7 +125,7 @@ class Commands(RuleBasedStateMachine):
     @rule()
     def a_trainer_wakes(self):
         next(t for t in self.world.trainers if t.hung).hung = False
-        # It may have hung since another fault, whose effects it repairs now.
+        # It repairs the effects of another fault now.
         self.world.quiet_since = self.world.mono
 
     @precondition(lambda self: self.world.trainers and self.killed < 5)

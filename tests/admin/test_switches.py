@@ -78,7 +78,7 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
 
 @pytest.mark.parametrize("name", ["capture", "pause"])
 def test_commands_wait_until_engines_capture_again(
-    recorder, tmp_path, state, name, monkeypatch
+    recorder, tmp_path, state, name, monkeypatch, capsys
 ):
     monkeypatch.setattr(switch, "POLL_S", 0.3)
     run_dir = tmp_path / "run"
@@ -86,17 +86,27 @@ def test_commands_wait_until_engines_capture_again(
     switch_off(name, run_dir, state)
     closing = watch_capture_switch(recorder, run_dir, *state)
     assert recorder.collect_mode is Collect.NOTHING
+    where = ["--run-dir", str(run_dir)]
     command = ["capture", "on"] if name == "capture" else ["resume"]
-    assert main([*command, "--run-dir", str(run_dir)]) == 0
+    assert main([*command, *where]) == 0
     assert recorder.collect_mode is Collect.FULL
+    assert main(["capture", "off", *where]) == 0
+    capsys.readouterr()
+    assert main(["resume", *where]) == 0
+    assert "capture is off" in capsys.readouterr().out
     closing.set()
 
 
 def test_an_engine_that_never_captures_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(switch, "POLL_S", 0.0)
-    run_dir = tmp_path / "run"
-    write_manifest(run_dir, make_manifest(tide={"capture": {"enabled": False}}))
-    assert main(["capture", "on", "--run-dir", str(run_dir)]) == 0
+    where = ["--run-dir", str(tmp_path / "run")]
+    assert main(["purge", "--all", *where, "--timeout", "0.1"]) == 1
+    assert "no engine, trainer or relay runs in" in capsys.readouterr().err
+    manifest = make_manifest(tide={"capture": {"enabled": False}}, ring="")
+    write_manifest(tmp_path / "run", manifest)
+    assert main(["purge", "--all", *where, "--timeout", "0.1"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+    assert main(["capture", "on", *where]) == 0
     output = capsys.readouterr().out
     assert "1 configured to capture nothing" in output and "follow" not in output
 

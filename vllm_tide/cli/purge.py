@@ -60,7 +60,9 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
         text = ", ".join(f"{n} {name}" for name, n in sorted(removals.items()) if n)
         text = text.replace("_", " ") or "nothing, it had no such data"
         lines.append(f"{holder}: removed {text}")
-    if not missing and all(name.startswith("relay") for name in counts):
+    if not missing and not counts:
+        lines.append("no trainer, no relay and no rows in a ring: nothing to remove")
+    elif not missing and all(name.startswith("relay") for name in counts):
         which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
         lines.append(f"next, on the trainer's host: vllm-tide purge {which}")
     done = [{"who": holder, **removals} for holder, removals in counts.items()]
@@ -94,10 +96,23 @@ def _purge_holders(
             counts.setdefault(name, Counter()).update(answer["removed"])
     if missing or answers:
         return missing
+    engines = read_manifests(run_dir)
+    if not engines:
+        return (
+            f"no engine, trainer or relay runs in {run_dir}, so no data are in memory "
+            "there: give a server's run directory (--run-dir)"
+        )
+    if not any(_has_rows(engine.ring) for engine in engines):
+        return ""
     return (
         f"no trainer is running in {run_dir}, and no relay: nothing was removed; rows "
         "in the server's ring stay until a trainer reads them or the server stops"
     )
+
+
+def _has_rows(ring: str) -> bool:
+    stats = peek_ring(ring)
+    return stats is not None and stats.used_bytes > 0
 
 
 def _unconfirmed(run_dir: Path, answers: dict[str, Answer]) -> str:
@@ -107,14 +122,14 @@ def _unconfirmed(run_dir: Path, answers: dict[str, Answer]) -> str:
             return f"{name}: {answer.get('error')}; run purge again to confirm"
     read = {engine for answer in answers.values() for engine in answer["engines"]}
     for manifest in read_manifests(run_dir):
-        reader, stats = ring_consumer(manifest.ring), peek_ring(manifest.ring)
+        reader = ring_consumer(manifest.ring)
         if reader is not None and manifest.engine_id not in read:
             who = "relay" if is_spooled(manifest) else "trainer"
             return (
                 f"{who} {reader}, which reads engine {manifest.engine_id}, has not "
                 "answered: it may be starting; run purge again to confirm"
             )
-        if answers and reader is None and stats is not None and stats.used_bytes:
+        if answers and reader is None and _has_rows(manifest.ring):
             return (
                 f"the ring of engine {manifest.engine_id} is not empty and has no "
                 "reader: start a trainer or stop the server, and run purge again"

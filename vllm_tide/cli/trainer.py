@@ -317,11 +317,15 @@ def _pause(args: argparse.Namespace, run_dir: Path) -> int:
 
 def _wait_for_engines(args: argparse.Namespace, run_dir: Path) -> None:
     """Wait until engines have read the switches, unless capture ends."""
-    from vllm_tide.capture.switch import POLL_S
+    from vllm_tide.capture.switch import OFF, POLL_S, switches_on
 
     # A paused trainer itself stops capture at once.
-    if args.command != "pause" and read_manifests(run_dir):
-        time.sleep(2 * POLL_S)
+    if args.command == "pause" or not read_manifests(run_dir):
+        return
+    time.sleep(2 * POLL_S)
+    folders = socket_folders(args, run_dir)
+    if args.command == "resume" and not args.json and OFF in switches_on(folders):
+        print("capture is off: `vllm-tide capture on` switches it on")
 
 
 def socket_folders(args: argparse.Namespace, run_dir: Path) -> list[Path]:

@@ -136,7 +136,7 @@ def write_export(directory: str | Path, draft: ExportedDraft, form: Form) -> Pat
 
 # Key, label on the card and format of each measured figure.
 FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("gain", "Gain over the previous draft, all scored requests (tokens)", "+.4f"),
+    ("gain", "Gain over the previous draft in the last cycle (tokens)", "+.4f"),
     ("gain_error", "Standard error of the gain, over requests", ".4f"),
     ("fresh_requests", "Requests scored before training on them", ".0f"),
     ("holdout_requests", "Held-out requests", ".0f"),
