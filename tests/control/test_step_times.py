@@ -195,8 +195,11 @@ def test_another_process_takes_the_learned_times():
 
 def test_a_step_costs_a_plain_step_plus_the_cost_of_drafts():
     times = StepTimes(TRUTH)
-    assert step_cost(times, 0, 0, 0, 3) == step_cost(times, 4, 100, 0, 0) == 1.0
+    assert step_cost(times, 0, 0, 0, (3, 8)) == 1.0
+    assert step_cost(times, 4, 100, 0, (0, 0)) == 1.0
     plain = TRUTH.step_seconds(
         requests=8, context=2400, verified=0, prefill=0, steps=0, first_rows=0
     )
-    assert step_cost(times, 8, 2400, 24, 3) == pytest.approx(truth_of(TRUTH) / plain)
+    assert step_cost(times, 8, 2400, 24, (3, 32)) == pytest.approx(
+        truth_of(TRUTH) / plain
+    )

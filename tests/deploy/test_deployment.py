@@ -171,6 +171,9 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     engine.weights.close()
     engine.restart()
     again = attach(engine)
+    again._update_status(force=True)
+    text = status_text(asdict(again.status))
+    assert "version 0 served; version 1 (stored as version 2) is installed at" in text
     engine.report(1)
     assert again._tick()
     assert engine.weights.read().meta["gain"] == BETTER.gain

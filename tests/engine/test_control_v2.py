@@ -214,6 +214,7 @@ def slots_in(control: ControlV2) -> list[int]:
 def test_a_step_reports_its_cost_and_its_verify_chance(monkeypatch):
     control = begun()
     control.times = StepTimes(published("Llama-3.3-70B"))
+    control.learn(landed(SURE, 4))  # its draft passes count in the next step
     step = landed(SURE, 4)
     control.learn(step)
     model = control.times

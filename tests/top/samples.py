@@ -112,6 +112,7 @@ def status(**changed):
                 "speed_after": 2.07,
                 "change": 0.08,
                 "error": 0.04,
+                "requests": 12,
             },
             engines={"e1": {"published": 4, "installed": 3, "refused": 0}},
             last_publish_unix=time.time() - 32,

@@ -54,7 +54,7 @@ def test_every_figure_is_on_the_screen():
     shown = picture(before={}, after=speed)
     text = plain(shown, 80)
     first = shown["helping"][0]["sentence"]
-    assert " ".join(text.splitlines()[1:3]).startswith(first)
+    assert " ".join(text.splitlines()[1:4]).startswith(first)
     for part in (
         "100.0 out, 200.0 in   4 running, 0 waiting",
         "2.00 tokens per verify step, 2.00 drafted",

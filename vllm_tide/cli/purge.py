@@ -102,12 +102,13 @@ def _purge_holders(
             f"no engine, trainer or relay runs in {run_dir}, so no data are in memory "
             "there: give a server's run directory (--run-dir)"
         )
-    if not any(_has_rows(engine.ring) for engine in engines):
-        return ""
-    return (
-        f"no trainer is running in {run_dir}, and no relay: nothing was removed; rows "
-        "in the server's ring stay until a trainer reads them or the server stops"
-    )
+    if any(is_spooled(engine) or _has_rows(engine.ring) for engine in engines):
+        return (
+            f"no trainer is running in {run_dir}, and no relay: nothing was removed; "
+            "rows in the server's ring stay until a trainer reads them or the server "
+            "stops"
+        )
+    return ""
 
 
 def _has_rows(ring: str) -> bool:

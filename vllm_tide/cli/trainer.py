@@ -51,17 +51,18 @@ _WAITS = (
 EPILOGS = {
     "status": "The loop of the trainer answers, so an answer means that it runs. `top` "
     "shows engines and servers too.",
-    "rollback": "Repeat it for earlier drafts, at last the initial one. The canary "
-    "rolls back automatically when served speed falls. Training continues from the "
-    "older draft after two cycles; `pause` prevents further publications. Without a "
-    "running trainer the command itself publishes the previous stored draft, else the "
-    "initial one, to a running engine.",
+    "rollback": "Repeat it for earlier drafts (the newest three that passed the canary "
+    "are stored), at last the initial one. The canary rolls back automatically when "
+    "served speed falls. Training continues from the older draft after two cycles; "
+    "`pause` prevents further publications. Without a running trainer the command "
+    "itself publishes the previous stored draft, else the initial one, to a running "
+    "engine.",
     "pause": "Engines then send no data, not even token ids, so the canary decides "
     "after `resume`. The pause persists over restarts and reboots, and needs no "
     f"trainer. {_LATE} Exit status: 0, or 1 without an engine, without an answer of a "
     "trainer, or if the file of the pause cannot be written.",
     "resume": f"{_WAITS} A request that began during the pause stays out: its rows are "
-    "dropped as `paused`.",
+    "dropped as `paused`. Exit status: as of `pause`.",
     "capture": f"{_WAITS} A request that began while capture was off stays out: its "
     f"rows are dropped as `paused`. {_LATE} Exit status: 0, or 1 without an engine.",
 }
@@ -230,16 +231,17 @@ def status_text(status: dict[str, Any]) -> str:
     canary, trial = status.get("canary") or {}, ""
     if canary.get("undecided"):
         trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
-    if stored := status.get("stored_version"):
-        trial += f" (stored as version {stored})"
-    engines = status["engines"]
-    served = sorted({each["installed"] for each in engines.values()})
-    versions = ", ".join(map(str, served)) or status["installed_version"]
+    engines, newest = status["engines"], status.get("published_version", 0)
+    installed = {each["installed"] for each in engines.values()}
+    served = sorted(installed) or [status["installed_version"]]
+    stored = f" (stored as version {n})" if (n := status.get("stored_version")) else ""
+    if newest > served[-1]:
+        stored = f"; version {newest}{stored} is installed at the next request"
     return (
         f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
         f"steps: {status['steps']}; drafts published: {status['publications']}, "
         f"rolled back: {status['rollbacks']}; version{'s' * (len(served) > 1)} "
-        f"{versions} served{trial}{waiting}{decided}"
+        f"{', '.join(map(str, served))} served{trial}{stored}{waiting}{decided}"
     )
 
 

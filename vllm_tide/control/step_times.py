@@ -326,20 +326,29 @@ class StepTimes:
 
 
 def step_cost(
-    times: StepTimes, requests: int, context: int, verified: int, steps: int
+    times: StepTimes,
+    requests: int,
+    context: int,
+    verified: int,
+    drafted_by: tuple[int, int],
 ) -> float:
     """Return predicted seconds of a decode step over those without speculation.
+
+    The time of draft passes counts in the step that verifies their tokens: a step that
+    verifies other proposals is no evidence about the draft.
 
     Args:
         requests: Decoding requests, without prefilling ones.
         context: Tokens in their KV cache before the step.
+        drafted_by: Draft passes of the step before, and their rows in the first pass.
 
     Returns:
         Above 0; 1 if no request decodes or the times are not finite.
     """
+    steps, rows = drafted_by
     if not requests or not (verified or steps):
         return 1.0
     target = times.target_curve(requests, context, verified)
-    drafts = times.draft_curve(requests, context, requests + verified, steps)[-1]
+    drafts = times.draft_curve(requests, context, rows, steps)[-1]
     cost = float((target[-1] + drafts) / target[0]) if target[0] > 0.0 else nan
     return cost if 0.0 < cost < inf else 1.0

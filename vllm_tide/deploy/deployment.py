@@ -165,8 +165,8 @@ class Deployment:
 
     @property
     def stored_version(self) -> int:
-        """Stored version of the installed draft, if it was restored; else 0."""
-        draft = self._drafts.get(self.installed)
+        """Stored version of the published draft, if it was restored; else 0."""
+        draft = self._drafts.get(self.published)
         return draft.stored.version if draft and draft.stored else 0
 
     def observe(self, request: ServedRequest) -> None:

@@ -80,6 +80,8 @@ class ControlV1(Control):
         self._sample: StepSample | None = None
         self._confidence: torch.Tensor | None = None
         self._steps = self._asked = 0
+        self._decoding = _NONE, _NONE, 0  # first positions, rows less drafts, drafts
+        self._drafted_by = 0, 0  # draft passes and rows of the step before
         self._planned: list[str] = []
         # Skipped steps draft nothing and do not call the policy.
         self._skips_left, self._reason = 0, ""
@@ -102,9 +104,11 @@ class ControlV1(Control):
         # A request that continues means that the engine was not idle in between.
         self._continues = bool(scheduler_output.scheduled_cached_reqs.req_ids)
         self.timer.begin(self._continues)
+        _, before, judged = self._decoding
+        self._drafted_by = self._steps, len(before) + judged
         self._steps = self._asked = 0
         self._timed, self.same = True, False
-        self._decoding = _NONE, _NONE, 0  # first positions, rows less drafts, drafts
+        self._decoding = _NONE, _NONE, 0
         self._planned = []
         self._recalled = None
         if self._memory is not None:
@@ -450,7 +454,7 @@ class ControlV1(Control):
             requests=len(decoding),
             context=int(decoding.sum()),
             verified=verified,
-            steps=self._steps,
+            drafted_by=self._drafted_by,
         )
 
     def _start_again(self, now: float) -> bool:

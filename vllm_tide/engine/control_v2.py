@@ -85,6 +85,7 @@ class ControlV2(Control):
         self._off: Counter[str] = Counter()  # steps by reason for not drafting
         self._reason = ""
         self.clock: StepClock = clock or HostClock()
+        self._drafted_by = 1, 0  # draft passes and rows of the step before
         self._shape = (0, 0, 0, 0)
         self.memory: MemoryV2 | None = None
 
@@ -318,15 +319,13 @@ class ControlV2(Control):
         """
         if self.times is not None:
             read = int(np.asarray(step.start)[decoding].sum())
+            requests = int(np.count_nonzero(decoding))
             verified = int(step.real_drafts.sum())
             step.cost = step_cost(
-                self.times,
-                requests=int(np.count_nonzero(decoding)),
-                context=read,
-                verified=verified,
-                # Upstream runs the draft's first pass in every step.
-                steps=max(step.steps, 1),
+                self.times, requests, read, verified, self._drafted_by
             )
+            # Upstream runs the draft's first pass in every step.
+            self._drafted_by = max(step.steps, 1), len(step.req_ids) + verified
         self._verified += int(drafts.sum())
         self._accepted += int(accepted.sum())
         self._by_depth[step.steps] += 1

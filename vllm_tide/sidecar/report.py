@@ -69,7 +69,7 @@ class TrainerStatus:
         canary: Evaluation of the newest draft: `speed_before` and `speed_after` a swap
             in tokens per step without drafts, `change`, its `error`, `requests`.
         rollbacks: By the canary or by command.
-        stored_version: Stored version of the served draft, if it was restored; else 0.
+        stored_version: Stored version of the published draft, if restored; else 0.
         tenant_keys: Ids of the keys of the tenant ids in its data.
         engines: Per engine: version published, installed, refused.
         terms: Mean of each loss term over the last step.

@@ -59,7 +59,7 @@ _STATUS = named("""
 """)
 _CANARY = named("""
     canary_undecided=undecided backoff_cycles speed_before speed_after
-    speed_change=change speed_error=error
+    speed_change=change speed_error=error speed_requests=requests
 """)
 # Figures of an engine, by source
 _MANIFEST = named("engine_id pid num_speculative_tokens")

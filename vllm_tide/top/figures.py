@@ -119,7 +119,7 @@ def verdict(history: Sequence[Sample], url: str, trainer: Json | None) -> Json:
         return _decided(url, None if speed is None else faster, text, grown)
     helps, comparison = _last_swap(trainer)
     helps = helps and (faster or speed is None)
-    return _decided(url, helps, f"{comparison}; {figures}", grown)
+    return _decided(url, helps, f"{figures}; {comparison}", grown)
 
 
 def server_figures(history: Sequence[Sample], url: str) -> Json:
@@ -183,9 +183,11 @@ def _last_swap(trainer: Json | None) -> tuple[bool | None, str]:
     figures = (trainer["speed_before"], trainer["speed_after"], change, error)
     if not all(isinstance(figure, int | float) for figure in figures):
         return None, "the served draft has not been compared with its predecessor"
+    before, after = trainer["speed_before"], trainer["speed_after"]
     text = (
-        f"{trainer['speed_before']:.2f}x -> {trainer['speed_after']:.2f}x of plain "
-        f"decoding with the last swap ({change:+.0%} +- {error:.0%})"
+        f"the last swap, without the memory's steps: {before:.2f}x -> {after:.2f}x of "
+        f"plain decoding ({change:+.0%} +- {error:.0%}, "
+        f"{trainer['speed_requests'] or 0} requests)"
     )
     if trainer["canary_undecided"] or abs(change) <= error:
         return None, f"undecided, {text}"

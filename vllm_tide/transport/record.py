@@ -100,8 +100,9 @@ class Record:
         tenant: u64 id of the request's tenant (``tenant.tenant_id``); 0 is no tenant.
         concurrency: Number of requests in the step; 0 is unknown.
         cost: Predicted step time divided by that of a step without drafts at the same
-            batch and context; 1 without a prediction. 0 if a fault prevents drafting or
-            the request limits its drafts: the step is not used to evaluate the draft.
+            batch and context, with the draft passes of the step before, which made its
+            drafts; 1 without a prediction. 0 if a fault prevents drafting or the
+            request limits its drafts: the step is not used to evaluate the draft.
         verify_chance: Probability, independent of its confidence, with which the first
             drafted token was verified: 1 if control selected it, the exploration share
             if only exploration did, 0 if it was cut and the probability is unknown.
