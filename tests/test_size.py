@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_246,
+    ".": 2_250,
     "capture": 1_203,
     "cli": 1_694,
     "control": 2_029,

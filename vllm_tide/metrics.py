@@ -277,7 +277,11 @@ TRAINER = (
         "schedule.long",
     ),
     _counter("trainer_shifts", "Detected shifts of traffic.", "schedule.shifts"),
-    _counter("trainer_pauses", "Pauses of training.", "schedule.pauses"),
+    _counter(
+        "trainer_pauses",
+        "Pauses of training by tide.schedule.mode tide.",
+        "schedule.pauses",
+    ),
     _gauge(
         "trainer_engine_version",
         "Draft version that each engine serves.",
