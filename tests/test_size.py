@@ -20,10 +20,10 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_250,
     "capture": 1_203,
-    "cli": 1_694,
+    "cli": 1_697,
     "control": 2_029,
     "dashboards": 69,
-    "deploy": 2_517,
+    "deploy": 2_524,
     "doctor": 975,
     "draft": 3_687,
     "engine": 6_856,

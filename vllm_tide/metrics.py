@@ -215,7 +215,7 @@ TRAINER = (
         "Time in training cycles, evaluations included (seconds).",
         "training_seconds",
     ),
-    _counter("trainer_publications", "Drafts published.", "publications"),
+    _counter("trainer_publications", "Trained drafts published.", "publications"),
     _counter("trainer_rollbacks", "Rollbacks by the canary.", "canary.rollbacks"),
     _counter(
         "trainer_refused_drafts", "Drafts refused by engines.", "refused_versions"

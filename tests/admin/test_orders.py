@@ -38,7 +38,7 @@ def order(sidecar, what):
 def test_a_draft_in_a_canary_is_rolled_back_to_the_previous_one(engine):
     sidecar, first = published_once(engine)
     assert order(sidecar, "rollback") == {
-        "ok": True, "version": 1, "to": 0, "served_as": 2, "stored": False,
+        "ok": True, "version": 1, "to": 0, "served_as": 2, "stored": 0,
     }  # fmt: skip
     assert_sent(engine, first)
     engine.report(2)

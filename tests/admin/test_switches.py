@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.transport.samples import make_manifest, make_spec
 from vllm_tide.capture import switch
 from vllm_tide.capture.recorder import Recorder
 from vllm_tide.capture.switch import PAUSED, Switch, Switches, watch_capture_switch
+from vllm_tide.cli import trainer
 from vllm_tide.cli.main import main
 from vllm_tide.config import CaptureConfig
 from vllm_tide.transport import RingReader, RingWriter
@@ -80,7 +82,13 @@ def test_a_switch_outlives_a_reboot_and_a_moved_pod(recorder, tmp_path, state, n
 def test_commands_wait_until_engines_capture_again(
     recorder, tmp_path, state, name, monkeypatch, capsys
 ):
-    monkeypatch.setattr(switch, "POLL_S", 0.3)
+    waits, expected = [], [Collect.FULL]
+
+    def sleep(seconds):
+        waits.append(seconds)
+        until(lambda: recorder.collect_mode is expected[0])
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(sleep=sleep))
     run_dir = tmp_path / "run"
     announce(run_dir, state)
     switch_off(name, run_dir, state)
@@ -90,10 +98,12 @@ def test_commands_wait_until_engines_capture_again(
     command = ["capture", "on"] if name == "capture" else ["resume"]
     assert main([*command, *where]) == 0
     assert recorder.collect_mode is Collect.FULL
+    expected[0] = Collect.NOTHING
     assert main(["capture", "off", *where]) == 0
     capsys.readouterr()
     assert main(["resume", *where]) == 0
     assert "capture is off" in capsys.readouterr().out
+    assert set(waits) == {2 * switch.POLL_S}
     closing.set()
 
 

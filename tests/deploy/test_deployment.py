@@ -173,7 +173,7 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     again = attach(engine)
     again._update_status(force=True)
     text = status_text(asdict(again.status))
-    assert "version 0 served; version 1 (stored as version 2) is installed at" in text
+    assert "version 0 served; version 1 (stored as version 2) is installed with" in text
     engine.report(1)
     assert again._tick()
     assert engine.weights.read().meta["gain"] == BETTER.gain
@@ -182,6 +182,14 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     again._update_status(force=True)
     text = status_text(asdict(again.status))
     assert "version 1 served (stored as version 2)" in text
+    offer(again)
+    engine.report(2)
+    assert again._tick()
+    answer = again.deployment.rollback("ordered")
+    assert (answer["version"], answer["to"], answer["stored"]) == (2, 1, 2)
+    engine.report(2, 3, "for a reason")  # as without memory for a moment
+    assert again._tick()
+    assert heads(engine)
 
 
 def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch):

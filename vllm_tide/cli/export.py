@@ -149,8 +149,7 @@ def from_engine(manifest: EngineManifest, run_dir: Path) -> ExportedDraft:
     _check_served(run_dir, manifest.engine_id, version)
     config = draft_config(read_config(manifest.draft_path), target)
     tensors, meta = from_bytes(weights.tensors), weights.meta
-    # The checkpoint again: after a rollback, or after a restart of the trainer.
-    initial = 0 in (version, meta.get("to"), meta.get("restored"))
+    initial = not version or bool(meta.get("initial"))
     return ExportedDraft(config, tensors, verifier, version, engine, meta, not initial)
 
 

@@ -60,7 +60,7 @@ def run_purge(args: argparse.Namespace, run_dir: Path) -> int:
         text = ", ".join(f"{n} {name}" for name, n in sorted(removals.items()) if n)
         text = text.replace("_", " ") or "nothing, it had no such data"
         lines.append(f"{holder}: removed {text}")
-    if not missing and not counts:
+    if not missing and not counts and store is None:
         lines.append("no trainer, no relay and no rows in a ring: nothing to remove")
     elif not missing and all(name.startswith("relay") for name in counts):
         which = "--all" if tenant is None else f"--tenant-id {tenant:016x}"
@@ -108,12 +108,13 @@ def _purge_holders(
             "rows in the server's ring stay until a trainer reads them or the server "
             "stops"
         )
-    return ""
+    return _unconfirmed(run_dir, answers)  # a trainer may have attached meanwhile
 
 
 def _has_rows(ring: str) -> bool:
+    """Return whether a ring has rows; also if it cannot be read here."""
     stats = peek_ring(ring)
-    return stats is not None and stats.used_bytes > 0
+    return bool(ring) and (stats is None or stats.used_bytes > 0)
 
 
 def _unconfirmed(run_dir: Path, answers: dict[str, Answer]) -> str:

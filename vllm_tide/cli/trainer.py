@@ -212,8 +212,8 @@ def _print_answers(
 def _outcome(answer: dict[str, Any]) -> str:
     if "served_as" in answer:
         to = f"{answer['to']}{'' if answer['to'] else ' (the initial draft)'}"
-        if answer.get("stored"):
-            to = f"the draft stored as version {to}"
+        if stored := answer.get("stored"):
+            to = f"the draft stored as version {stored}"
         return (
             f"rolled back from version {answer['version']} to {to}, served as version "
             f"{answer['served_as']} from the engine's next steps on"
@@ -236,7 +236,9 @@ def status_text(status: dict[str, Any]) -> str:
     served = sorted(installed) or [status["installed_version"]]
     stored = f" (stored as version {n})" if (n := status.get("stored_version")) else ""
     if newest > served[-1]:
-        stored = f"; version {newest}{stored} is installed at the next request"
+        refused = engines and all(e.get("refused") == newest for e in engines.values())
+        what = "was refused" if refused else "is installed with the next step"
+        stored = f"; version {newest}{stored} {what}"
     return (
         f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
         f"steps: {status['steps']}; drafts published: {status['publications']}, "
@@ -384,7 +386,8 @@ def _switch_capture(args: argparse.Namespace, run_dir: Path) -> int:
         text += f"; {never} configured to capture nothing (tide.preset, tide.capture)"
     if not engines:
         text += "; servers that start there do"
-    value = {"capture": args.switch, "run_dir": str(run_dir), "engines": count}
+    value = {"capture": args.switch, "run_dir": str(run_dir)}
+    value |= {"engines": len(engines), "follow": count}
     return emit(args, text, value) or EXIT_NO * (not engines)
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,10 @@ CANARY_TIME_SHARE = 0.003
 between them would exceed `MAX_CANARY_INTERVAL_S`."""
 MAX_CANARY_INTERVAL_S = 5.0
 
+INITIAL = {"initial": True}
+"""Figures of the draft that the servers started with."""
+_FACTS = ("rollback_of", "to", "reason", "restored")  # of a publication, not a draft
+
 Master = dict[str, Tensor]
 AddEvent = Callable[..., None]
 """Reports an event by name, with fields as keywords."""
@@ -55,12 +59,14 @@ class DraftState:
         figures: Measurements at its first publication.
         republished: Its weights were served before, so no canary is needed.
         stored: The stored draft that it was restored from.
+        untried: It comes from the store and was not served since the restart.
     """
 
     master: Master
     figures: dict[str, Any] = field(default_factory=dict)
     republished: bool = False
     stored: StoredDraft | None = None
+    untried: bool = False
 
 
 class Deployment:
@@ -97,7 +103,7 @@ class Deployment:
         self.published = self.installed = 0
         self.publications = self.refusals = 0
         self.last_publish_unix: float | None = None
-        self._drafts = {0: DraftState(trainer.snapshot())}
+        self._drafts = {0: DraftState(trainer.snapshot(), dict(INITIAL))}
         self.good = 0
         self._superseded: tuple[int, DraftState] | None = None  # `good` before it
         self._seen: dict[str, EngineVersions] = {}
@@ -116,7 +122,8 @@ class Deployment:
             version = number_of(newest.version)
             self._trainer.restore(canonical(from_bytes(newest.tensors)))
             master = self._trainer.snapshot()
-            self._drafts[version] = DraftState(master, republished=True)
+            figures = {k: v for k, v in newest.meta.items() if k not in _FACTS}
+            self._drafts[version] = DraftState(master, figures, republished=True)
             self.published = self.installed = self.good = version
             return
         stored = None if self._store is None else self._store.newest()
@@ -132,6 +139,7 @@ class Deployment:
         except TransportError as error:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
+        self._drafts[version].untried = stored is not None
         self._add_event("restored", version=version, stored=number)
 
     def republish(self, draft: DraftState, facts: dict[str, Any]) -> int:
@@ -156,9 +164,8 @@ class Deployment:
             return
         self._retry_at = now + RETRY_S
         try:
-            known = self._drafts.get(self.published)
-            figures = known.figures if known else {}
-            draft = DraftState(self._trainer.snapshot(), figures)
+            known = self._drafts.get(self.published, DraftState({}))
+            draft = replace(known, master=self._trainer.snapshot())
             self.republish(draft, {"restored": self.published})
         except TransportError as error:
             self._add_event("unpublished", restored=self.published, reason=str(error))
@@ -233,7 +240,7 @@ class Deployment:
         except TransportError as error:
             self._add_event("unpublished", reason=str(error))
 
-    def rollback(self, reason: str) -> dict[str, Any]:
+    def rollback(self, reason: str) -> dict[str, int]:
         """Publish the draft before the newest one again (command of an operator).
 
         A draft under canary is replaced by the one kept before it, a kept one by the
@@ -242,7 +249,7 @@ class Deployment:
 
         Returns:
             Rolled-back `version`, restored version `to`, its new number `served_as`,
-            and whether it was read from the store (`stored`).
+            and the version as which it is stored (`stored`; 0: not known to be).
 
         Raises:
             TransportError: There is no earlier draft, or it was sent to no engine. The
@@ -263,8 +270,8 @@ class Deployment:
         self.good = served_as
         self.canary.reject(bad)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
-        known = {"version": bad, "to": to, "served_as": served_as}
-        return {**known, "stored": draft.stored is not None}
+        number = draft.stored.version if draft.stored else 0
+        return {"version": bad, "to": to, "served_as": served_as, "stored": number}
 
     def _before(
         self, version: int, live: Mapping[str, Tensor]
@@ -284,7 +291,7 @@ class Deployment:
         if version:
             initial = self._initial()
             if not has_weights(initial, {n: live[n] for n in initial if n in live}):
-                return 0, DraftState(initial)
+                return 0, DraftState(initial, dict(INITIAL))
         raise TransportError(
             f"version {version} is the initial draft: nothing was rolled back"
             if version
@@ -443,7 +450,7 @@ class Deployment:
         if back in self._drafts:
             self._trainer.restore(self._drafts[back].master)
             self.published = back
-        if draft.stored is not None and self._store is not None:
+        if draft.untried and draft.stored is not None and self._store is not None:
             self._store.drop(draft.stored)
 
 

@@ -5,7 +5,7 @@ The engine verifies and installs it like any draft; the next trainer continues f
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def _trained_tensors(
     return {n: t for n, t in tensors.items() if n != "t2d" and n not in shared}
 
 
-def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, Any]:
+def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
     """Publish the draft before the last published one to an engine.
 
     That is the newest stored draft with different weights, else the server's initial
@@ -96,7 +96,7 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, Any]:
             )
         # First, so that a kill in between leaves no removed draft for the next server.
         store.drop_newer(before)
-        figures = before.holdout if before else {}
+        figures: Mapping[str, Any] = before.holdout if before else {"initial": True}
         writer.publish(
             DraftWeights.encode(
                 to_bytes({old: master[name] for name, old in names.items()}),
@@ -104,8 +104,8 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, Any]:
                 {**figures, "rollback_of": version, "to": to, "reason": "ordered"},
             )
         )
-    known = {"version": version, "to": to, "served_as": version + 1}
-    return {**known, "stored": before is not None}
+    number = before.version if before else 0
+    return {"version": version, "to": to, "served_as": version + 1, "stored": number}
 
 
 def _published(segment: str) -> dict[str, Tensor]:

@@ -321,11 +321,11 @@ class ControlV2(Control):
             read = int(np.asarray(step.start)[decoding].sum())
             requests = int(np.count_nonzero(decoding))
             verified = int(step.real_drafts.sum())
-            step.cost = step_cost(
-                self.times, requests, read, verified, self._drafted_by
-            )
             # Upstream runs the draft's first pass in every step.
-            self._drafted_by = max(step.steps, 1), len(step.req_ids) + verified
+            passes = max(step.steps, 1), len(step.req_ids) + verified
+            before = passes if step.after_gap else self._drafted_by
+            step.cost = step_cost(self.times, requests, read, verified, before)
+            self._drafted_by = passes
         self._verified += int(drafts.sum())
         self._accepted += int(accepted.sum())
         self._by_depth[step.steps] += 1
