@@ -23,7 +23,7 @@ LINES = {
     "cli": 1_697,
     "control": 2_029,
     "dashboards": 69,
-    "deploy": 2_524,
+    "deploy": 2_526,
     "doctor": 975,
     "draft": 3_687,
     "engine": 6_856,

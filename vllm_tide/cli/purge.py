@@ -124,14 +124,14 @@ def _unconfirmed(run_dir: Path, answers: dict[str, Answer]) -> str:
             return f"{name}: {answer.get('error')}; run purge again to confirm"
     read = {engine for answer in answers.values() for engine in answer["engines"]}
     for manifest in read_manifests(run_dir):
-        reader = ring_consumer(manifest.ring)
+        reader, stats = ring_consumer(manifest.ring), peek_ring(manifest.ring)
         if reader is not None and manifest.engine_id not in read:
             who = "relay" if is_spooled(manifest) else "trainer"
             return (
                 f"{who} {reader}, which reads engine {manifest.engine_id}, has not "
                 "answered: it may be starting; run purge again to confirm"
             )
-        if answers and reader is None and _has_rows(manifest.ring):
+        if answers and reader is None and stats is not None and stats.used_bytes:
             return (
                 f"the ring of engine {manifest.engine_id} is not empty and has no "
                 "reader: start a trainer or stop the server, and run purge again"

@@ -373,6 +373,7 @@ class Deployment:
         if draft is None:
             return
         self.installed = max(self.installed, version)
+        draft.untried = False
         if draft.republished:
             self.good = version
             # No further request begins with a draft under canary on this engine.
@@ -455,7 +456,8 @@ class Deployment:
 
 
 def _from_store(stored: StoredDraft) -> DraftState:
-    return DraftState(stored.master, dict(stored.holdout), stored=stored)
+    entry = replace(stored, tensors={})  # the master weights are stored once
+    return DraftState(stored.master, dict(stored.holdout), stored=entry)
 
 
 def _figure(evaluation: Evaluation | None) -> float | None:
