@@ -172,6 +172,7 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
 ):
     from safetensors.torch import load_file
 
+    from vllm_tide.deploy.deployment import INITIAL
     from vllm_tide.draft.tensor_bytes import to_bytes
 
     run: tuple[object, ...] = ("--run-dir", engine.run_dir)
@@ -220,7 +221,7 @@ def test_a_running_engines_draft_is_exported_with_its_measurements(
     assert run_export(tmp_path / "base", *run) == 0
     assert "version 3" in (tmp_path / "base" / "README.md").read_text()
     # A return to the checkpoint publishes it; it was not trained.
-    back = {"rollback_of": 3, "to": 0}
+    back = {**INITIAL, "rollback_of": 3, "to": 0}
     writer.publish(DraftWeights.encode(sent, first_version(7), back))
     engine.say_installed(7)
     assert run_export(tmp_path / "back", *run) == 0
