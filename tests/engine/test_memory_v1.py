@@ -87,6 +87,34 @@ def test_only_drafted_tokens_update_the_drafts_estimate(kind):
         assert hits.sum() == 0 and tries.sum() <= drafts
 
 
+def test_the_canary_counts_the_drafts_passes_beside_the_memory():
+    """Each second step verifies the memory's proposals, and the draft runs in it."""
+    engine = started()
+    control = engine.control
+    control.times = times = StepTimes(published("Llama-3.3-70B", host=1e-3))
+    recall, number, own = control._recall, 0, 0
+
+    def every_second(**step):
+        proposals = recall(**step)
+        return proposals if number % 2 else None
+
+    control._recall = every_second
+    for number in range(40):
+        catch_up(engine)
+        context = int(engine.batch.num_computed_tokens_cpu.sum())
+        drafts = [token for draft in engine.drafts.values() for token in draft]
+        engine.step()
+        if number > 12 and 7 not in drafts:  # the memory has its record by then
+            own += 1
+            assert drafts == [1] * N * K and engine.ended_step.memory is None
+            curve = times.target_curve(N, context, N * K)
+            passes = times.draft_curve(N, context, N, K)[K]
+            assert engine.cost == pytest.approx((curve[-1] + passes) / curve[0])
+        elif number > 12:
+            assert engine.ended_step.memory.all(), "left out by the canary"
+    assert control.faults == {} and own > 10
+
+
 def test_proposals_of_a_request_that_waits_a_step_stay_the_memorys():
     engine = started()
     got = watch(engine)
