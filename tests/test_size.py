@@ -20,10 +20,10 @@ PACKAGE = ROOT / "vllm_tide"
 LINES = {
     ".": 2_250,
     "capture": 1_203,
-    "cli": 1_697,
+    "cli": 1_700,
     "control": 2_029,
     "dashboards": 69,
-    "deploy": 2_526,
+    "deploy": 2_534,
     "doctor": 975,
     "draft": 3_687,
     "engine": 6_856,
@@ -32,7 +32,7 @@ LINES = {
     "memory": 292,
     "plan": 552,
     "sidecar": 857,
-    "top": 778,
+    "top": 780,
     "train": 4_397,
     "transport": 5_478,
 }

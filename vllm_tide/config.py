@@ -235,7 +235,7 @@ class DeployConfig(_Section):
     canary: bool = Field(
         True,
         description="Compare served speed before and after a swap; roll back to the "
-        "previous draft if it fell.",
+        "previous draft if it fell by more than 2% and two standard errors.",
     )
     canary_requests: Annotated[Whole, Field(ge=2)] = Field(
         48, description="Most requests after a swap that the canary evaluates."

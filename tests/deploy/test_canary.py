@@ -368,5 +368,36 @@ def test_a_rollback_command_also_rejects_superseded_drafts():
     machine.observe(make_request(rng, 0.6, version=2))
     machine.begin("", 3)
     machine.reject(3)
+    machine.restore(4, same=1)
     machine.observe(make_request(rng, 0.1, version=2))
     assert {r.first_version for r in machine._before} == {1}
+
+
+@FEW_OR_MANY
+def test_a_draft_is_compared_with_the_one_restored_by_command(seeds):
+    """Not with better drafts that the command removed."""
+    for seed in range(seeds):
+        machine, rng = canary(), np.random.default_rng(seed)
+        window(machine, rng, 0.4, version=0)
+        for version in (1, 2):
+            assert trial(machine, rng, 0.8, version=version).decision == "keep"
+        window(machine, rng, 0.8, version=2)
+        for version in (2, 3):  # to a stored draft, then to the initial one
+            machine.reject(version)
+            machine.restore(version + 1)
+        for version in (1, 2, 3):  # they were still open
+            window(machine, rng, 0.8, 20, version=version)
+        window(machine, rng, 0.4, 20, version=4)
+        assert trial(machine, rng, 0.6, version=5).decision == "keep"
+
+
+def test_a_slower_draft_that_stays_names_the_limit():
+    for seed in range(40):
+        machine, rng = canary(), np.random.default_rng(seed)
+        window(machine, rng)
+        verdict = trial(machine, rng, 0.57)
+        if verdict.decision == "keep" and verdict.comparison.change < -0.02:
+            assert "rolled back only if 2% and two standard errors" in verdict.reason
+            return
+        assert "rolled back only" not in verdict.reason
+    raise AssertionError("none is slower and stays")

@@ -187,6 +187,7 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     assert again._tick()
     answer = again.deployment.rollback("ordered")
     assert (answer["version"], answer["to"], answer["stored"]) == (2, 1, 2)
+    assert again.deployment.canary._oldest == answer["served_as"] == 3
     engine.report(2, 3, "for a reason")  # as without memory for a moment
     assert again._tick()
     assert heads(engine)
@@ -199,6 +200,8 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch
     assert again.deployment.published == 1
     assert again.deployment.rollback("ordered")["to"] == 0
     assert_live(again, before)
+    again._update_status(force=True)
+    assert "rolled back: 1 (1 by command);" in status_text(asdict(again.status))
     assert again.deployment.publications == 0  # only trained drafts count
     assert_sent(engine, before)
     again.feeds.close()

@@ -231,6 +231,9 @@ def status_text(status: dict[str, Any]) -> str:
     canary, trial = status.get("canary") or {}, ""
     if canary.get("undecided"):
         trial = f" (canary undecided after {canary.get('requests', 0)} requests)"
+    back = status["rollbacks"]
+    by_command = back - canary.get("rollbacks", back)
+    ordered = f" ({by_command} by command)" if by_command else ""
     engines, newest = status["engines"], status.get("published_version", 0)
     installed = {each["installed"] for each in engines.values()}
     served = sorted(installed) or [status["installed_version"]]
@@ -242,7 +245,7 @@ def status_text(status: dict[str, Any]) -> str:
     return (
         f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
         f"steps: {status['steps']}; drafts published: {status['publications']}, "
-        f"rolled back: {status['rollbacks']}; version{'s' * (len(served) > 1)} "
+        f"rolled back: {back}{ordered}; version{'s' * (len(served) > 1)} "
         f"{', '.join(map(str, served))} served{trial}{stored}{waiting}{decided}"
     )
 

@@ -36,6 +36,7 @@ TOLERANCE = 0.02
 BACKOFF_CYCLES = 2
 """Cycles without publication after a rollback; doubled at each further one."""
 _MAX_BACKOFF = 1024  # cycles
+_UNCLEAR = f"; rolled back only if {TOLERANCE:.0%} and two standard errors slower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +186,18 @@ class Canary:
         self.backoff = max(self.backoff, BACKOFF_CYCLES)
         first = self._first if self.undecided else version
         self._rejected.update(range(first, version + 1))
-        self.comparison = None
-        self._abort_trial()
-
-    def restart(self) -> None:
-        """Clear the baseline window and any trial, after another draft was restored."""
-        self._before.clear()
-        self._abort_trial()
-
-    def _abort_trial(self) -> None:
-        self._engines, self._verdict = set(), None
+        self.comparison = self._verdict = None
+        self._engines = set()
         self._after.clear()
+
+    def restore(self, version: int, same: int | None = None) -> None:
+        """Begin the baseline window anew: another draft is served, from `version` on.
+
+        Args:
+            same: An earlier version with the same weights; its requests stay.
+        """
+        self._before = deque(r for r in self._before if r.first_version == same)
+        self._oldest = version if same is None else same
 
     def _decide(self, last: bool) -> None:
         """Decide on the newest draft by its requests, or those of all superseded."""
@@ -216,7 +218,9 @@ class Canary:
         elif last:
             # The gate preferred the new draft, so it is kept unless clearly worse.
             worse = result.change + LAST_SIGMAS * result.error < allowed
-            self._end("rollback" if worse else "keep", _describe(result))
+            unclear = not worse and result.change < allowed
+            reason = _describe(result) + (_UNCLEAR if unclear else "")
+            self._end("rollback" if worse else "keep", reason)
         elif (
             chain is not None
             and chain.change + chain.bound < allowed

@@ -140,6 +140,7 @@ class Deployment:
             self._add_event("unpublished", restored=number, reason=str(error))
             return
         self._drafts[version].untried = stored is not None
+        self.canary.restore(version)
         self._add_event("restored", version=version, stored=number)
 
     def republish(self, draft: DraftState, facts: dict[str, Any]) -> int:
@@ -269,6 +270,7 @@ class Deployment:
         self._drafts.pop(bad, None)
         self.good = served_as
         self.canary.reject(bad)
+        self.canary.restore(served_as, None if draft.stored else to or None)
         self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
         number = draft.stored.version if draft.stored else 0
         return {"version": bad, "to": to, "served_as": served_as, "stored": number}

@@ -70,7 +70,9 @@ def roll_back(manifest: EngineManifest, folder: Path) -> dict[str, int]:
             "host"
         )
     if not manifest.weights:
-        raise TransportError("it installs no drafts: tide.swap.enabled is false")
+        preset = manifest.tide.get("preset", "full")
+        why = "" if preset == "full" else f", as tide.preset is {preset!r}"
+        raise TransportError(f"it installs no drafts: tide.swap.enabled is false{why}")
     with closing(WeightsWriter.attach(manifest.weights)) as writer:
         version = number_of(writer.latest_version)
         if not writer.latest_version:

@@ -189,8 +189,10 @@ def _last_swap(trainer: Json | None) -> tuple[bool | None, str]:
         f"plain decoding ({change:+.0%} +- {error:.0%}, "
         f"{trainer['speed_requests'] or 0} requests)"
     )
-    if trainer["canary_undecided"] or abs(change) <= error:
+    if trainer["canary_undecided"]:
         return None, f"undecided, {text}"
+    if abs(change) <= error:
+        return None, f"no clear difference, {text}"
     return change > 0, text
 
 
