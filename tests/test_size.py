@@ -21,7 +21,7 @@ LINES = {
     ".": 2_250,
     "capture": 1_203,
     "cli": 1_700,
-    "control": 2_029,
+    "control": 2_030,
     "dashboards": 69,
     "deploy": 2_534,
     "doctor": 975,

@@ -153,6 +153,31 @@ def test_a_wrong_time_model_is_corrected():
     assert static.throughput < 0.9 * plain.throughput, "drafting does not pay here"
 
 
+@pytest.mark.parametrize(("slowdown", "guessed"), [(1.3, False), (1.5, True)])
+def test_plain_steps_are_measured_again_while_drafting_pays(slowdown, guessed):
+    """Nothing was drafted while the machine was slow, and then drafting pays."""
+    n, model = 4, published("Llama-3.3-70B")
+    forwards = ("target", "draft_first", "draft_next")
+    slow = {}
+    for name in forwards:
+        each = getattr(model, name)
+        seconds = tuple(slowdown * s for s in each.seconds)
+        alpha = slowdown * each.alpha
+        slow[name] = dataclasses.replace(each, seconds=seconds, alpha=alpha)
+    policy = adaspec(n, "", StepTimes(model, guessed=guessed), k_max=3)
+    acceptance = Acceptance(level=-4.0, between=0.3)
+    where = World(n, dataclasses.replace(model, **slow), acceptance, k=3, seed=1)
+    where.run(policy, 800)
+    where.time, where.acceptance.level = model, EASY.level
+    policy.draft_swapped()
+    begun, steps = where.now, []
+    while where.now < begun + 100.0:
+        steps += where.run(policy, 200).steps
+    plain = policy._times.target_curve(n, 500 * n, 0)[0]
+    assert plain == pytest.approx(model.target_curve(n, 500 * n, 0)[0], rel=0.05)
+    assert np.count_nonzero(steps) > 0.98 * len(steps), "checks are few"
+
+
 def test_limits_bound_the_steps_that_can_meet_them():
     model, n = "Qwen3-235B", 16
     costs = published(model)
@@ -277,6 +302,7 @@ def test_whole_drafts_are_verified_in_every_64th_step():
     for shift in (-1.0, 2.0):
         rng = np.random.default_rng(3)
         policy = adaspec(n, model, FixedTimes(published(model)))
+        policy.allowance = Allowance(0.0)  # no checks, which would be due in each step
         where = World(n, published(model), Acceptance(), seed=1)
         for slot in range(n):
             policy.add(slot, False, 0.0)

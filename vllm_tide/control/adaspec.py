@@ -13,8 +13,8 @@ token is accepted. Both estimate their variance and discount old data. In each s
 
 Every decision maximises expected tokens minus seconds times the tokens per second of
 the best predicted step. Exploration has one rule: take the other action if its bound
-at two standard errors is better and the exploration budget, a small share of all time,
-covers the expected loss.
+at two standard errors is better, or if none was taken for long, and the exploration
+budget, a small share of all time, covers the expected loss.
 """
 
 from __future__ import annotations
@@ -198,9 +198,10 @@ class AdaSpecPolicy:
                 if worth and self.allowance.pay(loss, now):
                     self._exploration = _EXPLORATION_STEPS - 1
                     drafts = step.exploring = True
-            elif gain < bound:
+            else:
                 loss = plain * (gain * bound - 1.0) + forecast.draft[1]
-                if self.allowance.pay(loss, now):
+                worth = gain < bound or self.allowance.is_due(loss, now)
+                if worth and self.allowance.pay(loss, now):
                     self._check = _EXPLORATION_STEPS
                     return self._undraft_to_measure(step)
         if not drafts:
