@@ -76,12 +76,18 @@ NOTED = [
     (
         {"preset": "control", "train": {"device": "cuda"}},
         {},
-        "tide.train.device: has no effect: no request is captured (tide.capture).",
+        "tide.train.device: has no effect: no request is captured, as tide.preset is "
+        "'control'.",
     ),
     (
         {"preset": "control", "capture": {"sample_rate": 0.5}},
         {},
         "tide.capture.sample_rate: has no effect: tide.preset is 'control'.",
+    ),
+    (
+        {"capture": {"consent": "off"}, "train": {"device": "cuda"}},
+        {},
+        "no request is captured, as tide.capture.consent is 'off'.",
     ),
     (
         {"capture": {"enabled": False, "consent": "opt_in"}},

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_250,
+    ".": 2_262,
     "capture": 1_203,
     "cli": 1_700,
     "control": 2_030,
@@ -26,7 +26,7 @@ LINES = {
     "deploy": 2_534,
     "doctor": 975,
     "draft": 3_687,
-    "engine": 6_856,
+    "engine": 6_861,
     "examples": 1,
     "kernels": 1_490,
     "memory": 292,

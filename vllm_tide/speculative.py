@@ -325,18 +325,30 @@ def notes(
         )
 
 
+def why_no_capture(tide: TideConfig) -> str:
+    """Return the knob that excludes all requests and its value, or ""."""
+    capture = tide.capture
+    if not capture.enabled:
+        by_preset = tide.preset == "control"
+        return "tide." + (
+            "preset is 'control'" if by_preset else "capture.enabled is false"
+        )
+    if capture.consent == "off":
+        return "tide.capture.consent is 'off'"
+    return "" if capture.sample_rate else "tide.capture.sample_rate is 0"
+
+
 def _without_effect(
     tide: TideConfig, model: object
 ) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield sections, knobs (none: all of them), and why they have no effect."""
     capture, policy = tide.capture, tide.control.policy
+    off = why_no_capture(tide)
     if not capture.enabled:
-        off = f"preset is {tide.preset!r}" if tide.preset == "control" else ""
-        off = off or "capture.enabled is false"
         names = sorted(set(type(capture).model_fields) - {"enabled"})
-        yield "capture", tuple(names), f"tide.{off}"
-    if not capture.enabled or capture.consent == "off" or not capture.sample_rate:
-        why = "no request is captured (tide.capture)"
+        yield "capture", tuple(names), off
+    if off:
+        why = f"no request is captured, as {off}"
     else:
         why = "" if tide.swap.enabled else "tide.swap.enabled is false"
     if why:

@@ -94,7 +94,7 @@ def test_the_card_has_the_measurements_and_nothing_else(tmp_path):
     figures = {"holdout_acceptance_new": 2.25, "loss": float("nan"), "gain": None}
     write_export(tmp_path / "out", exported(figures=figures, version=7), "speculators")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| Expected acceptance length, held-out only | 2.250 |" in card
+    assert "| Acceptance length, held out, teacher-forced | 2.250 |" in card
     assert "version 7" in card
     assert "40 of 64 tokens" in card
     for absent in ("loss", "Gain", "Served", "nan"):

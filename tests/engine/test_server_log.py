@@ -22,9 +22,16 @@ def test_a_start_notes_knobs_without_effect(caplog):
     section = {"preset": "control", "train": {"device": "cuda"}}
     log_start(parse_tide(section), Path("/run/x"), 3)
     captures, note, where = logged(caplog)
-    assert captures == "vllm_tide: captures nothing (tide.capture)."
+    assert captures == "vllm_tide: captures nothing, as tide.preset is 'control'."
     assert note.startswith("vllm_tide: tide.train.device: has no effect: no request")
     assert "run directory /run/x; policy 'adaspec', up to 3 draft tokens" in where
+
+
+def test_a_start_names_memory_and_adaptation(caplog):
+    caplog.set_level(logging.INFO, logger="vllm.tide")
+    both = {"adapt": "shared", "memory": "ngram"}
+    log_start(parse_tide({"test_time": both}), Path("/run/x"), 3)
+    assert logged(caplog)[-1].endswith("; n-gram memory; adaptation 'shared'.")
 
 
 def test_a_start_under_a_pause_says_that_capture_is_off(caplog, tmp_path, monkeypatch):

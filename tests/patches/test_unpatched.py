@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.pristine import make_pristine
-from vllm_tide.engine.unpatched import SENTENCE
+from vllm_tide.engine.unpatched import FILE_SENTENCE, SENTENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,8 +65,8 @@ def test_an_unpatched_vllm_names_the_command(tmp_path):
         ROOT / "pyproject.toml"
     ).read_text(encoding="utf-8")
     (info / "entry_points.txt").write_text(plugin)
-    ours, other = tmp_path / "tide.json", tmp_path / "other.json"
-    ours.write_text('// a comment\n{"model": "x", "tide": {}}')
+    ours, other = tmp_path / "draft.json", tmp_path / "other.json"
+    ours.write_text('// a comment\n{"model": "x", "num_speculative_tokens": 3}')
     other.write_text("{}")
     plain = '{"method": "ngram", "num_speculative_tokens": 2}'
     done = run(PROBE, str(ours), '{"tide": {}}', plain, str(other), path=pristine)
@@ -74,12 +74,12 @@ def test_an_unpatched_vllm_names_the_command(tmp_path):
     assert lines, done.stderr[-3000:]
     results = json.loads(lines[-1].removeprefix("REPORT "))
     file, inline, theirs, foreign, offline = results
-    for code, stderr in (file, inline):
+    for (code, stderr), sentence in ((file, FILE_SENTENCE), (inline, SENTENCE)):
         assert code == 2
-        assert stderr.splitlines()[-1].endswith(f"-sc: {SENTENCE}")
+        assert stderr.splitlines()[-1].endswith(f"-sc: {sentence}")
     assert offline == SENTENCE
     assert theirs == json.loads(plain)
-    assert foreign[0] == 2 and SENTENCE not in foreign[1]
+    assert foreign[0] == 2 and "patch apply" not in foreign[1]
 
 
 @pytest.mark.slow

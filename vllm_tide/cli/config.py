@@ -63,8 +63,8 @@ def _check(args: argparse.Namespace) -> int:
         for error in errors:
             fail(error)
     name = "the inline JSON" if is_inline(args.file) else args.file
-    text = f"{name}: valid. Not checked here: draft, target and machine (`vllm-tide "
-    text += "doctor` does), most keys of vLLM (vllm serve does)."
+    text = f"{name}: valid. Not checked here: the draft's files, target and "
+    text += "machine (`vllm-tide doctor` does), most keys of vLLM (vllm serve does)."
     report = {"errors": errors, "notes": notes}
     if errors and not args.json:
         return EXIT_ERROR

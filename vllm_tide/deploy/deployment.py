@@ -271,7 +271,7 @@ class Deployment:
         self.good = served_as
         self.canary.reject(bad)
         self.canary.restore(served_as, None if draft.stored else to or None)
-        self._add_event("rollback", version=bad, to=to, requests=0, reason=reason)
+        self._add_event("rollback", version=bad, to=to, reason=reason)
         number = draft.stored.version if draft.stored else 0
         return {"version": bad, "to": to, "served_as": served_as, "stored": number}
 

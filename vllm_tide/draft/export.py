@@ -140,7 +140,7 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("gain_error", "Standard error of the gain, over requests", ".4f"),
     ("fresh_requests", "Requests scored before training on them", ".0f"),
     ("holdout_requests", "Held-out requests", ".0f"),
-    ("holdout_acceptance_new", "Expected acceptance length, held-out only", ".3f"),
+    ("holdout_acceptance_new", "Acceptance length, held out, teacher-forced", ".3f"),
     ("holdout_acceptance_live", "The same for the previous draft", ".3f"),
     ("steps", "Optimizer steps", ".0f"),
     ("train_tokens", "Tokens trained on, repetitions included", ".0f"),

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_tide.capture.policy import ARGUMENTS
 from vllm_tide.capture.switch import OFF, PAUSED, Switch
 from vllm_tide.config import TideConfig, starts_trainer
-from vllm_tide.speculative import notes
+from vllm_tide.speculative import notes, why_no_capture
 
 logger = logging.getLogger("vllm.tide")
 
@@ -23,8 +23,8 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     capture, opt_out = config.capture, config.capture.consent == "opt_out"
     folder = config.train.state_dir
     is_off = any(Switch(run_dir, name, folder).on for name in (OFF, PAUSED))
-    if not capture.enabled or capture.consent == "off":
-        logger.info("vllm_tide: captures nothing (tide.capture).")
+    if off := why_no_capture(config):
+        logger.info("vllm_tide: captures nothing, as %s.", off)
     else:
         logger.info(
             "vllm_tide: captures tokens and hidden states of %s%s of all tenants%s, "
@@ -39,11 +39,12 @@ def log_start(config: TideConfig, run_dir: Path, longest: int) -> None:
     for note in notes(config, longest):
         logger.warning("vllm_tide: %s", note)
     logger.info(
-        "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s%s.",
+        "vllm_tide: run directory %s; policy %r, up to %d draft tokens%s%s%s%s.",
         run_dir,
         config.control.policy,
         longest,
         "; n-gram memory" if config.test_time.memory == "ngram" else "",
+        "" if (adapt := config.test_time.adapt) == "off" else f"; adaptation {adapt!r}",
         "" if config.swap.enabled else "; drafts are not swapped",
         "" if starts_trainer(config) else "; no trainer is started",
     )

@@ -13,10 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 SENTENCE = "this vLLM is not patched for tide: run `vllm-tide patch apply`."
+FILE_SENTENCE = (
+    "unpatched vLLM reads no file here: run `vllm-tide patch apply`, or, without tide, "
+    "pass the JSON itself."
+)
 
 
 def announce() -> None:
-    """Make an unpatched vLLM reject a `tide` section or file with `SENTENCE`."""
+    """Make an unpatched vLLM reject a `tide` section, or a file, in a sentence."""
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None or hasattr(arguments, "_speculative_config_argument"):
         return
@@ -41,8 +45,8 @@ def _checked(made: Callable[[str], Any], value: str) -> Any:
         result = made(value)
     except argparse.ArgumentTypeError:
         with contextlib.suppress(OSError, ValueError), open(value) as file:
-            if "tide" in file.read(1 << 20):
-                raise argparse.ArgumentTypeError(SENTENCE) from None
+            if "num_speculative_tokens" in file.read(1 << 20):
+                raise argparse.ArgumentTypeError(FILE_SENTENCE) from None
         raise
     if isinstance(result, dict) and "tide" in result:
         raise argparse.ArgumentTypeError(SENTENCE)
