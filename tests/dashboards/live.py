@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.harness.server import free_port
 from tests.faults.reference import Known, known_outputs
 from tests.faults.scene import Places
 from vllm_tide.dashboards import ALERTS, contents
@@ -32,12 +32,6 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None,
     reason="prometheus is not installed (Debian: prometheus)",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

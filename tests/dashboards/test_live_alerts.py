@@ -21,9 +21,9 @@ import yaml
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("torch")  # the planted drafts are tensors
+from bench.harness.server import free_port  # noqa: E402
 from tests.dashboards.live import (  # noqa: E402
     demo_places,
-    free_port,
     needs_prometheus,
     prometheus,
 )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 
+from bench.harness.server import free_port
 from vllm_tide.sidecar.report import TrainerStatus, open_metrics
 
 PREFERRED = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
 
 def test_the_trainer_keeps_the_colon_of_its_names():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     open_metrics(port, lambda: TrainerStatus(model_name="m", last_publish_unix=7.5))
     url = f"http://127.0.0.1:{port}/metrics"
     request = urllib.request.Request(url, headers={"Accept": PREFERRED})

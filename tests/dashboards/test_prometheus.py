@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.harness.server import free_port
 from tests.dashboards.live import (
     Prometheus,
     demo_places,
-    free_port,
     needs_prometheus,
     prometheus,
 )

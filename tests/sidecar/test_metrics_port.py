@@ -11,15 +11,14 @@ import urllib.request
 
 import pytest
 
+from bench.harness.server import free_port
 from vllm_tide.sidecar import report
 from vllm_tide.sidecar.report import TrainerStatus, open_metrics
 
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     open_metrics(number, lambda: TrainerStatus(model_name="m"))
     return number
 
@@ -57,9 +56,7 @@ def test_idle_connections_are_few_and_the_oldest_is_closed(port, capfd):
 @pytest.mark.parametrize("request_so_far", [b"", b"GET /metrics HTTP/1.1\r\nHost:"])
 def test_a_silent_connection_is_closed(monkeypatch, capfd, request_so_far):
     monkeypatch.setattr(report.MetricsHandler, "timeout", 0.2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     open_metrics(number, TrainerStatus)
     with connect(number) as connection:
         connection.sendall(request_so_far)

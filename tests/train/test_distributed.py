@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.harness.server import free_port
 from tests.train import rank_child
 from tests.train.rank_child import BAD, LOST, STEPS, documents
 from vllm_tide.draft import DraftError
@@ -34,14 +34,11 @@ class Pair:
     """Two ranks of `rank_child` as processes."""
 
     def __init__(self, out: Path, **options: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.out = out
         common = {
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }

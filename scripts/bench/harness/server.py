@@ -14,7 +14,9 @@ with SIGSTOP: an idle vLLM polls its queues and takes some percent of a core.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -69,9 +71,17 @@ class ServerOptions:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a free port below those that systems give to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def vllm_command(venv: Path) -> list[str]:
