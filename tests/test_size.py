@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_tide"
 # Lines of each package; "." are the modules of vllm_tide itself.
 LINES = {
-    ".": 2_262,
+    ".": 2_266,
     "capture": 1_203,
     "cli": 1_700,
     "control": 2_030,
     "dashboards": 69,
-    "deploy": 2_534,
+    "deploy": 2_545,
     "doctor": 975,
     "draft": 3_687,
     "engine": 6_861,

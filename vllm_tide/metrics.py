@@ -157,7 +157,11 @@ ENGINE = (
         "step_accepted",
         "context",
     ),
-    _gauge("draft_version", "Version of the live draft; 0 is the checkpoint's."),
+    _gauge(
+        "draft_version",
+        "Version of the live draft; 0 is the checkpoint's. A rollback restores a draft "
+        "under a new version.",
+    ),
     _gauge(
         "draft_installed_timestamp_seconds",
         "Unix time of the live draft's installation (seconds); 0 if unknown.",

@@ -11,11 +11,13 @@ from tests.deploy.test_deployment import (
     assert_live,
     assert_sent,
     events,
+    offer,
     published_once,
     serve,
 )
 from tests.sidecar.test_sidecar import Engine, attach
 from vllm_tide.cli.main import main
+from vllm_tide.cli.trainer import status_text
 from vllm_tide.train.gpu import INTERRUPTED
 from vllm_tide.transport.feeds import open_feeds
 from vllm_tide.transport.ring import Collect
@@ -52,6 +54,26 @@ def test_a_draft_in_a_canary_is_rolled_back_to_the_previous_one(engine):
     sidecar.feeds.close()
 
 
+def test_status_names_the_restored_draft(engine):
+    sidecar, _ = published_once(engine)
+    assert sidecar.deployment.origin == ""
+    serve(engine, 160, 1, 4)
+    assert sidecar._tick()  # version 1 is accepted
+    sidecar.deployment._published_at = -math.inf
+    offer(sidecar)
+    engine.report(2)
+    assert sidecar._tick()
+    assert order(sidecar, "rollback")["to"] == 1
+    sidecar._update_status(force=True)
+    text = status_text(engine.status())
+    assert "version 3 (first version 1) is installed with the next step" in text
+    engine.report(3)
+    assert sidecar._tick()
+    sidecar._update_status(force=True)
+    assert "version 3 served (first version 1)" in status_text(engine.status())
+    sidecar.feeds.close()
+
+
 def test_accepted_drafts_are_rolled_back_in_order_at_any_versions(
     engine,
 ):
@@ -65,10 +87,13 @@ def test_accepted_drafts_are_rolled_back_in_order_at_any_versions(
     assert order(sidecar, "rollback")["to"] == 0
     assert_sent(engine, first)
     assert len(list(store.drafts())) == 1  # a rolled back draft does not return
+    assert sidecar.deployment.origin == "the initial draft"
     assert order(sidecar, "rollback")["to"] == 1
     assert_sent(engine, older)
+    assert sidecar.deployment.origin == "stored as version 1"
     assert order(sidecar, "rollback")["to"] == 0  # the initial draft
     assert_sent(engine, first)
+    assert sidecar.deployment.origin == "the initial draft"
     with pytest.raises(TransportError, match="nothing was rolled back"):
         order(sidecar, "rollback")
     sidecar.feeds.close()

@@ -177,7 +177,7 @@ def test_a_restored_draft_has_its_figures_and_its_earlier_version(engine):
     engine.report(1)
     assert again._tick()
     assert engine.weights.read().meta["gain"] == BETTER.gain
-    assert again.deployment.stored_version == 2
+    assert again.deployment.origin == "stored as version 2"
     assert again.deployment.publications == 0
     again._update_status(force=True)
     text = status_text(asdict(again.status))
@@ -201,12 +201,15 @@ def test_a_restarted_trainer_rolls_back_to_the_initial_draft(engine, monkeypatch
     assert again.deployment.rollback("ordered")["to"] == 0
     assert_live(again, before)
     again._update_status(force=True)
-    assert "rolled back: 1 (1 by command);" in status_text(asdict(again.status))
+    text = status_text(asdict(again.status))
+    assert "rolled back: 1 (1 by command);" in text
+    assert "version 2 (the initial draft) is installed with the next step" in text
     assert again.deployment.publications == 0  # only trained drafts count
     assert_sent(engine, before)
     again.feeds.close()
     # A draft that a file has in another form: t2d is not trained.
     third = attach(engine)
+    assert third.deployment.origin == "the initial draft"
     live = third.trainer.live_tensors
     extra = {"t2d": torch.ones(4, dtype=torch.bool)}
     monkeypatch.setattr(third.trainer, "live_tensors", lambda: live() | extra)

@@ -237,16 +237,16 @@ def status_text(status: dict[str, Any]) -> str:
     engines, newest = status["engines"], status.get("published_version", 0)
     installed = {each["installed"] for each in engines.values()}
     served = sorted(installed) or [status["installed_version"]]
-    stored = f" (stored as version {n})" if (n := status.get("stored_version")) else ""
+    origin = f" ({name})" if (name := status.get("origin")) else ""
     if newest > served[-1]:
         refused = engines and all(e.get("refused") == newest for e in engines.values())
         what = "was refused" if refused else "is installed with the next step"
-        stored = f"; version {newest}{stored} {what}"
+        origin = f"; version {newest}{origin} {what}"
     return (
         f"{status['state']}, engines: {len(engines)}; cycles: {status['cycles']}, "
         f"steps: {status['steps']}; drafts published: {status['publications']}, "
         f"rolled back: {back}{ordered}; version{'s' * (len(served) > 1)} "
-        f"{', '.join(map(str, served))} served{trial}{stored}{waiting}{decided}"
+        f"{', '.join(map(str, served))} served{trial}{origin}{waiting}{decided}"
     )
 
 

@@ -59,6 +59,7 @@ class DraftState:
         figures: Measurements at its first publication.
         republished: Its weights were served before, so no canary is needed.
         stored: The stored draft that it was restored from.
+        first: Its first version, if it was published again; 0 is the initial draft.
         untried: It comes from the store and was not served since the restart.
     """
 
@@ -66,6 +67,7 @@ class DraftState:
     figures: dict[str, Any] = field(default_factory=dict)
     republished: bool = False
     stored: StoredDraft | None = None
+    first: int | None = None
     untried: bool = False
 
 
@@ -123,7 +125,8 @@ class Deployment:
             self._trainer.restore(canonical(from_bytes(newest.tensors)))
             master = self._trainer.snapshot()
             figures = {k: v for k, v in newest.meta.items() if k not in _FACTS}
-            self._drafts[version] = DraftState(master, figures, republished=True)
+            first = 0 if figures.get("initial") else None
+            self._drafts[version] = DraftState(master, figures, True, first=first)
             self.published = self.installed = self.good = version
             return
         stored = None if self._store is None else self._store.newest()
@@ -152,6 +155,8 @@ class Deployment:
         version = self._publish(facts, draft)
         self._drafts[version].republished = True
         self._drafts[version].stored = draft.stored
+        again = facts.get("to", facts.get("restored"))
+        self._drafts[version].first = again if draft.first is None else draft.first
         return version
 
     def renumber(self) -> None:
@@ -172,10 +177,16 @@ class Deployment:
             self._add_event("unpublished", restored=self.published, reason=str(error))
 
     @property
-    def stored_version(self) -> int:
-        """Stored version of the published draft, if it was restored; else 0."""
+    def origin(self) -> str:
+        """Name of the published draft if it was restored, else ""."""
         draft = self._drafts.get(self.published)
-        return draft.stored.version if draft and draft.stored else 0
+        if draft is None:
+            return ""
+        if draft.stored is not None:
+            return f"stored as version {draft.stored.version}"
+        if draft.first == 0:
+            return "the initial draft"
+        return f"first version {draft.first}" if draft.first else ""
 
     def observe(self, request: ServedRequest) -> None:
         self._requests += 1

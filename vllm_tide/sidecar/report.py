@@ -69,7 +69,7 @@ class TrainerStatus:
         canary: Evaluation of the newest draft: `speed_before` and `speed_after` a swap
             in tokens per step without drafts, `change`, its `error`, `requests`.
         rollbacks: By the canary or by command.
-        stored_version: Stored version of the published draft, if restored; else 0.
+        origin: Stored or first version of the published draft, if restored.
         tenant_keys: Ids of the keys of the tenant ids in its data.
         engines: Per engine: version published, installed, refused.
         terms: Mean of each loss term over the last step.
@@ -113,7 +113,7 @@ class TrainerStatus:
     peak_rss_bytes: int = 0
     updated_unix: float = 0.0
     adaptation: dict[str, Any] = _of("fast.figures", dict)
-    stored_version: int = _of("deployment.stored_version")
+    origin: str = _of("deployment.origin", "")
 
     def copy_from(self, sidecar: Any) -> None:
         for each in fields(self):
